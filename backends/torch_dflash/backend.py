@@ -1,0 +1,107 @@
+"""The backend object that ``dflash.load`` finds: PyTorch on CUDA or the CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+
+from dflash.checkpoint import DraftConfig, weight_files
+from dflash.errors import WeightsError
+from dflash.types import Proposal, SamplingParams
+from torch_dflash.drafter import TorchDrafter, check_fits
+from torch_dflash.memory import peak_memory, reset_peak_memory
+from torch_dflash.modeling import DraftModel
+from torch_dflash.target import TorchTarget, load_model
+from torch_dflash.verify import RULES, MatchVerifier
+
+
+class TorchBackend:
+    """Implements ``dflash.interfaces.Backend``."""
+
+    name = "torch"
+    rules = RULES
+
+    def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> TorchTarget:
+        return TorchTarget(load_model(folder, device=device, dtype=dtype), layer_ids)
+
+    def load_drafter(self, folder: Path, config: DraftConfig, target: TorchTarget) -> TorchDrafter:
+        config.check_target(target.info)
+        embedding = target.model.get_input_embeddings().weight.detach()
+        head = target.model.get_output_embeddings().weight.detach()
+        model = load_draft_model(folder, config).to(device=target.device, dtype=head.dtype)
+        check_fits(model, embedding, head)
+        return TorchDrafter(model, embedding, head)
+
+    def verifier(
+        self, rule: str, sampling: SamplingParams, target: TorchTarget, *, max_new_tokens: int, detail: bool = False
+    ) -> MatchVerifier:
+        return MatchVerifier(sampling, max_new_tokens=max_new_tokens, device=target.device, detail=detail)
+
+    def plain_proposal(self, anchor: int, target: TorchTarget) -> Proposal:
+        block = torch.tensor([anchor], device=target.device)
+        return Proposal(block[1:], block, 0)
+
+    def clock(self, target: TorchTarget) -> CpuClock | CudaClock:
+        return CudaClock() if target.device.type == "cuda" else CpuClock()
+
+    def peak_memory(self, target: TorchTarget) -> int:
+        return peak_memory(target.device)
+
+    def reset_peak_memory(self, target: TorchTarget) -> None:
+        reset_peak_memory(target.device)
+
+    def convert_gguf(self, source: Path, folder: Path, progress: Callable[[float], None]) -> None:
+        from torch_dflash.gguf import convert_gguf
+
+        convert_gguf(source, folder, progress)
+
+    def versions(self) -> dict[str, str]:
+        return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+class CpuClock:
+    """Wall time: on a CPU an operation has ended when it returns."""
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def seconds(self, start: float, end: float) -> float:
+        return end - start
+
+
+class CudaClock:
+    """CUDA events, placed without waiting. ``seconds`` waits for its ``end`` mark, which lies before the verdict's own
+    wait except for the last few operations of a round."""
+
+    def mark(self) -> Any:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def seconds(self, start: Any, end: Any) -> float:
+        end.synchronize()
+        return float(start.elapsed_time(end)) / 1000
+
+
+def load_draft_model(folder: Path, config: DraftConfig) -> DraftModel:
+    """The drafter's weights in the precision they are stored in. Raises ``WeightsError``."""
+    state = {}
+    for file in weight_files(folder):
+        try:
+            state |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read: {error}") from None
+    with torch.device("meta"):
+        model = DraftModel(config)
+    try:
+        model.load_state_dict(state, strict=True, assign=True)
+    except RuntimeError as error:
+        raise WeightsError(f"the weights in {folder} do not fit their config: {error}") from None
+    return model

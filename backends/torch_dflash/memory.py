@@ -1,0 +1,30 @@
+"""Peak memory: of the CUDA allocator on a GPU, of the process on a CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+import sys
+from pathlib import Path
+
+import torch
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Begin a new measurement. Where the system cannot (a CPU outside Linux), the peak is the process's whole life's."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes at most in use since the last reset."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    with contextlib.suppress(OSError, StopIteration):
+        status = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in status if line.startswith("VmHWM")).split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

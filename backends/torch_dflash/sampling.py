@@ -1,0 +1,34 @@
+"""From logits to tokens: small pure functions that compose. Shapes: n rows, V vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from dflash.types import SamplingParams
+
+
+def shape_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
+    """The target's distribution [n, V] in float32 after temperature, top-k and top-p, in this order.
+
+    Top-p keeps the smallest set of likeliest tokens whose probability reaches it. Temperature must be above 0."""
+    scores = logits.float() / sampling.temperature
+    if 0 < sampling.top_k < scores.shape[-1]:
+        best, places = scores.topk(sampling.top_k, dim=-1)
+        scores = torch.full_like(scores, float("-inf")).scatter_(-1, places, best)
+    probs = scores.softmax(-1)
+    if sampling.top_p < 1:
+        ordered, places = probs.sort(dim=-1, descending=True, stable=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered = ordered.masked_fill(before >= sampling.top_p, 0)
+        probs = torch.zeros_like(probs).scatter_(-1, places, ordered)
+        probs = probs / probs.sum(-1, keepdim=True)
+    return probs
+
+
+def draw(probs: Tensor, uniforms: Tensor) -> Tensor:
+    """One token [n] of each row of ``probs`` [n, V] from its uniform number [n] in [0, 1), by inverting the cumulative
+    distribution. A token of probability zero is never drawn, not even by 0."""
+    cumulative = probs.double().cumsum(-1)
+    aim = uniforms.double()[:, None] * cumulative[:, -1:]
+    return torch.searchsorted(cumulative, aim, right=True)[:, 0].clamp_(max=probs.shape[-1] - 1)

@@ -1,0 +1,1 @@
+"""Training a drafter in PyTorch: features, forward, loss, loop, evaluation, response regeneration."""

@@ -1,0 +1,71 @@
+"""Verification rules: who of a block's drafted tokens stands. One host synchronisation a verdict.
+
+Terms: a drafted token is **accepted** where it equals the target's own choice for its slot; the choice at the first
+slot where it does not is the **correction**; after a fully accepted block the last row's choice is the **bonus**.
+``greedy`` chooses the argmax, ``match`` a sample, so both keep the target's distribution for any proposal. The seed's
+uniform numbers belong to output positions, not to rounds: the same seed gives the same tokens with any drafter or none.
+"""
+
+from __future__ import annotations
+
+import secrets
+
+import torch
+from torch import Tensor
+
+from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
+from torch_dflash.sampling import draw, shape_probabilities
+
+RULES = ("greedy", "match")
+
+
+class MatchVerifier:
+    """Implements ``dflash.interfaces.Verifier`` for both rules; greedy is the match with the argmax.
+
+    ``max_new_tokens`` uniform numbers are drawn at once, one for each output position and a margin of a block."""
+
+    def __init__(
+        self, sampling: SamplingParams, *, max_new_tokens: int, device: torch.device, detail: bool = False
+    ) -> None:
+        self.sampling, self.detail = sampling, detail
+        self._position = 0
+        self._device = device
+        if not sampling.greedy:
+            seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
+            self._generator = torch.Generator().manual_seed(seed)
+            self._uniforms = self._more(max_new_tokens + 1)
+
+    def _more(self, count: int) -> Tensor:
+        return torch.rand(count, generator=self._generator, dtype=torch.float64).to(self._device)
+
+    @torch.inference_mode()
+    def verify(self, proposal: Proposal, output: TargetOutput) -> Verdict:
+        count, logits = proposal.count, output.logits
+        choices = self._choices(logits)
+        stands = (proposal.tokens == choices[:count]).long().cumprod(0).sum()
+        parts = [stands[None], choices[stands][None], proposal.tokens]
+        if self.detail:
+            parts = [part.double() for part in parts]
+            if proposal.probs is not None:
+                parts.append(proposal.probs.double())
+            chances = logits.float().softmax(-1) if self.sampling.greedy else shape_probabilities(logits, self.sampling)
+            parts.append(chances[:count].gather(-1, proposal.tokens[:, None])[:, 0].double())
+        accepted, next_token, *rest = torch.cat(parts).tolist()  # the round's one wait for the device
+        self._position += int(accepted) + 1
+        drafted = tuple(int(token) for token in rest[:count])
+        return Verdict(
+            drafted=drafted,
+            accepted=int(accepted),
+            next_token=int(next_token),
+            draft_probs=tuple(rest[count : 2 * count]) if self.detail and proposal.probs is not None else None,
+            target_probs=tuple(rest[len(rest) - count :]) if self.detail and count else None,
+        )
+
+    def _choices(self, logits: Tensor) -> Tensor:
+        """The target's own token for each row [n]."""
+        if self.sampling.greedy:
+            return logits.argmax(-1)
+        end = self._position + len(logits)
+        if end > len(self._uniforms):
+            self._uniforms = torch.cat((self._uniforms, self._more(end)))
+        return draw(shape_probabilities(logits, self.sampling), self._uniforms[self._position : end])

@@ -1,0 +1,136 @@
+"""Flags and small things that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dflash.errors import PromptError, UsageError
+from dflash.types import SamplingParams
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from dflash.engine import Engine
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """``--target --draft --backend --device --dtype``."""
+    group = parser.add_argument_group("models")
+    group.add_argument("--target", metavar="MODEL", help="target: a pair's name, a folder or a hub id (default: smollm2-135m)")
+    group.add_argument("--draft", metavar="MODEL", help="drafter: a folder or a hub id (default: the one known for the target)")
+    group.add_argument("--backend", default="auto", help="auto, or an installed backend's name (default: auto)")
+    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: auto)")
+    group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """``--temperature --top-p --top-k --seed``."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
+    group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this share (default: 1, off)")
+    group.add_argument("--top-k", type=int, default=0, help="keep this many tokens (default: 0, off)")
+    group.add_argument("--seed", type=int, help="same seed, same options, same machine: same tokens")
+
+
+def add_decoding_flags(parser: argparse.ArgumentParser, *, max_new_tokens: int = 256) -> None:
+    """``--max-new-tokens --block-size --verify``."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}")
+    group.add_argument("--block-size", default="auto", metavar="N|auto", help="anchor and slots (default: auto, the drafter's)")
+    group.add_argument("--verify", metavar="RULE", help="greedy or match (default: greedy at temperature 0, else match)")
+
+
+def sampling_of(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
+
+
+def block_size_of(args: argparse.Namespace) -> int | None:
+    if args.block_size == "auto":
+        return None
+    try:
+        return int(args.block_size)
+    except ValueError:
+        raise UsageError(f"--block-size is {args.block_size!r}; it must be a whole number or auto") from None
+
+
+def decoding_of(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of ``Engine.stream`` that the shared flags hold."""
+    return {
+        "max_new_tokens": args.max_new_tokens,
+        "sampling": sampling_of(args),
+        "block_size": block_size_of(args),
+        "verify": args.verify,
+    }
+
+
+def load_engine(args: argparse.Namespace, **options: Any) -> Engine:
+    """The engine that the model flags name, with a word on stderr while it loads."""
+    from dflash.loading import load
+
+    console = stderr()
+    with console.status("loading models …") if console.is_terminal else _nothing():
+        models: dict[str, Any] = {"target": args.target, "draft": args.draft}
+        if args.target is not None and args.draft is None:  # a pair's name is a target with a known drafter
+            models = {"pair": args.target}
+        return load(**models, backend=args.backend, device=args.device, dtype=args.dtype, **options)
+
+
+def read_prompt(text: str | None, file: str | None) -> str:
+    """A prompt from the argument, a file (``-``: stdin), or a stdin that is no terminal."""
+    if text is not None and file is not None:
+        raise UsageError("give the prompt as an argument or as --prompt-file, not both")
+    try:
+        if text is None and file is None:
+            if sys.stdin is None or sys.stdin.isatty():
+                raise PromptError("there is no prompt; give it as an argument, as --prompt-file, or on stdin")
+            file = "-"
+        if text is None:
+            assert file is not None
+            text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except OSError as error:
+        raise PromptError(f"the prompt file {file} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise PromptError(f"the prompt file {file} is not UTF-8 text") from None
+    if not text.strip():
+        raise PromptError("the prompt is empty; give at least one word")
+    return text
+
+
+def stderr() -> Console:
+    """A console on stderr: colour and bars in a terminal only."""
+    from rich.console import Console
+
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+class Interruption:
+    """True once Ctrl-C was pressed; a second one interrupts at once. Use as a context manager."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def __enter__(self) -> Interruption:
+        self._before = signal.signal(signal.SIGINT, self._ask)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGINT, self._before)
+
+    def _ask(self, *_: object) -> None:
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True

@@ -1,0 +1,254 @@
+"""The decode loop: prefill, then propose → verify → accept → commit, until the output ends.
+
+Terms. The **anchor** is the newest token: committed, not yet through the target. A **round** drafts a block after it,
+the target verifies the block in one pass, the first ``accepted`` drafted tokens stand, and one more token comes from
+the target itself: the **correction** where it disagreed, the **bonus** where it never did. The loop knows token ids
+only; text, chat templates and stop strings are layered on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dflash.detokenizer import TextStream
+from dflash.errors import PromptError, UsageError
+from dflash.fallback import Fallback
+from dflash.generation import Generation
+from dflash.interfaces import Backend, Clock, Drafter, Target, Verifier
+from dflash.stopping import Stopper
+from dflash.tokenizer import Prompt, Tokenizer
+from dflash.types import GenerationResult, SamplingParams, StepEvent
+
+DEFAULT_MAX_NEW_TOKENS = 256
+
+
+@dataclass
+class Request:
+    """One request as the loop sees it: ids, and what judges and ends them."""
+
+    prompt: list[int]
+    stopper: Stopper
+    verifier: Verifier
+    sampling: SamplingParams
+    block_size: int
+    speculate: bool
+    detail: bool
+    fallback: Fallback | None = None
+
+
+class Engine:
+    """A target and a drafter on a backend, ready to generate. Made by ``dflash.load``.
+
+    ``prefill_chunk`` tokens of a prompt go through the target at a time. ``check`` asserts the state's invariants in
+    every round. ``fallback`` lets a request go on without the drafter where drafting measures slower than not."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        target: Target,
+        drafter: Drafter,
+        tokenizer: Tokenizer | None = None,
+        *,
+        prefill_chunk: int = 512,
+        check: bool = False,
+        fallback: bool = False,
+        facts: Mapping[str, Any] | None = None,
+    ) -> None:
+        if prefill_chunk < 1:
+            raise UsageError(f"prefill_chunk is {prefill_chunk}; it must be at least 1")
+        self.backend, self.target, self.drafter, self.tokenizer = backend, target, drafter, tokenizer
+        self.prefill_chunk, self.check, self.fallback = prefill_chunk, check, fallback
+        self.facts = dict(facts or {})
+        self.notes: list[str] = []
+        self._running: Generation | None = None
+
+    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
+        """Generate to the end; the options are those of ``stream``."""
+        return self.stream(prompt, **options).result()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        block_size: int | None = None,
+        verify: str | None = None,
+        speculate: bool = True,
+        detail: bool = False,
+        raw: bool = False,
+    ) -> Generation:
+        """A generation to iterate over. A new one ends the one before it, if that is still running.
+
+        ``prompt``: a text (one user message where the tokenizer has a chat template; ``raw``: as it is), messages, or
+        token ids. ``stop`` strings and ``stop_token_ids`` add to the model's own stop ids; ``ignore_eos`` leaves those
+        out. ``block_size`` counts the anchor (default: the drafter's). ``verify``: a rule of the backend (default:
+        ``greedy`` at temperature 0, else ``match``). ``detail`` adds probabilities to the events.
+        Raises ``UsageError`` or ``PromptError``."""
+        if self._running is not None:
+            self._running.close()
+        sampling = sampling or SamplingParams()
+        strings = [stop] if isinstance(stop, str) else list(stop or ())
+        notes = list(self.notes)
+        ids = self._prompt_ids(prompt, raw)
+        budget = self._budget(ids, max_new_tokens, notes)
+        block = self._block_size(block_size, notes)
+        if strings and (self.tokenizer is None or not all(strings)):
+            raise UsageError("stop strings need a tokenizer, and none of them may be empty")
+        text = TextStream(self.tokenizer.decode, strings) if self.tokenizer else None
+        stop_ids = (() if ignore_eos else self.target.info.stop_token_ids) + tuple(stop_token_ids or ())
+        stopper = Stopper(stop_ids, budget, text.push if text else None)
+        request = Request(
+            prompt=ids,
+            stopper=stopper,
+            verifier=self.backend.verifier(
+                self._rule(verify, sampling), sampling, self.target, max_new_tokens=budget, detail=detail
+            ),
+            sampling=sampling,
+            block_size=block,
+            speculate=speculate,
+            detail=detail,
+            fallback=Fallback(notes) if self.fallback and speculate else None,
+        )
+        self.backend.reset_peak_memory(self.target)
+        self._running = Generation(
+            self._decode(request),
+            prompt_ids=ids,
+            stopper=stopper,
+            text=text,
+            notes=notes,
+            peak_memory=lambda: self.backend.peak_memory(self.target),
+        )
+        return self._running
+
+    # The loop ------------------------------------------------------------------------------------------------
+
+    def _decode(self, request: Request) -> Iterator[StepEvent]:
+        if not request.stopper.left:
+            return
+        clock = self.backend.clock(self.target)
+        yield (event := self._prefill(request, clock))
+        position, index = len(request.prompt), 1
+        while request.stopper.reason is None:
+            anchor = event.committed[-1]
+            speculate = self.target.tapping and not (request.fallback and request.fallback.wants_plain())
+            event = replace(self._round(request, clock, anchor, speculate), index=index, position=position)
+            position, index = position + len(event.committed), index + 1
+            if self.check:
+                self._check(position)
+            if request.fallback and request.fallback.has_lost(event):
+                self.target.tapping = False
+            yield event
+
+    def _prefill(self, request: Request, clock: Clock) -> StepEvent:
+        """The prompt through the target in chunks, its features into the drafter, and the first token."""
+        begun = clock.mark()
+        self.target.reset()
+        self.drafter.reset()
+        self.target.tapping = request.speculate
+        for start in range(0, len(request.prompt), self.prefill_chunk):
+            chunk = request.prompt[start : start + self.prefill_chunk]
+            output = self.target.forward(chunk, last_only=True)
+            self.target.keep(range(len(chunk)))
+            if request.speculate:
+                self.drafter.observe(output.features, len(chunk))
+        anchor = request.prompt[-1]
+        verdict = request.verifier.verify(self.backend.plain_proposal(anchor, self.target), output)
+        ended = clock.mark()
+        committed = request.stopper.cut((verdict.next_token,))
+        return StepEvent(
+            "prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, clock.seconds(begun, ended), 0.0,
+            target_probs=verdict.target_probs,
+        )  # fmt: skip
+
+    def _round(self, request: Request, clock: Clock, anchor: int, speculate: bool) -> StepEvent:
+        """One round (or, without a draft, one plain step) of the paper."""
+        target, drafter, stopper = self.target, self.drafter, request.stopper
+        begun = clock.mark()
+        if speculate:
+            count = min(request.block_size - 1, stopper.left)
+            proposal = drafter.propose(anchor, count, request.sampling, detail=request.detail)
+        else:
+            proposal = self.backend.plain_proposal(anchor, target)
+        drafted = clock.mark()
+        output = target.forward(proposal.block)
+        verdict = request.verifier.verify(proposal, output)
+        verified = clock.mark()
+
+        accepted = verdict.accepted
+        committed = stopper.cut((*verdict.drafted[:accepted], verdict.next_token))
+        kept = len(committed)  # the anchor and what follows it, all but the newest token: the next round's anchor
+        target.keep(range(kept))
+        if target.tapping:
+            drafter.observe(output.features, kept)
+        ended = clock.mark()
+        return StepEvent(
+            kind="round" if speculate else "plain",
+            index=0,
+            position=0,
+            anchor=anchor,
+            drafted=verdict.drafted,
+            accepted=min(accepted, kept),
+            committed=committed,
+            next_kind=verdict.kind if speculate and kept > accepted else None,
+            draft_seconds=clock.seconds(begun, drafted) if speculate else 0.0,
+            verify_seconds=clock.seconds(drafted if speculate else begun, verified),
+            overhead_seconds=clock.seconds(verified, ended),
+            draft_probs=verdict.draft_probs,
+            target_probs=verdict.target_probs,
+        )
+
+    def _check(self, newest: int) -> None:
+        """All committed tokens but the newest, at index ``newest``, are in the target and in the drafter's context."""
+        assert self.target.length == newest, f"the target holds {self.target.length} tokens, not {newest}"
+        if self.target.tapping:
+            assert self.drafter.length == newest, f"the drafter's context holds {self.drafter.length}, not {newest}"
+
+    # What a request may ask ------------------------------------------------------------------------------------
+
+    def _prompt_ids(self, prompt: Prompt, raw: bool) -> list[int]:
+        if self.tokenizer is not None:
+            ids = self.tokenizer.encode(prompt, raw=raw)
+        elif isinstance(prompt, str) or any(isinstance(part, Mapping) for part in prompt):
+            raise PromptError("this target has no tokenizer; give the prompt as a list of token ids")
+        else:
+            ids = list(prompt)  # type: ignore[arg-type]
+        if not ids or (isinstance(prompt, str) and not prompt.strip()):
+            raise PromptError("the prompt is empty; give at least one token")
+        vocabulary = self.target.info.vocab_size
+        if wrong := [token for token in ids if not (isinstance(token, int) and 0 <= token < vocabulary)]:
+            raise PromptError(f"the prompt holds the id {wrong[0]!r}; the target's ids are 0 to {vocabulary - 1}")
+        if len(ids) >= (most := self.target.info.max_positions):
+            raise PromptError(f"the prompt has {len(ids)} tokens; the target's context holds {most}, output included")
+        return ids
+
+    def _budget(self, ids: Sequence[int], max_new_tokens: int, notes: list[str]) -> int:
+        if max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be 0 or above")
+        room = self.target.info.max_positions - len(ids)
+        if max_new_tokens > room:
+            notes.append(f"the target's context leaves room for {room} of the {max_new_tokens} tokens asked for")
+        return min(max_new_tokens, room)
+
+    def _block_size(self, block_size: int | None, notes: list[str]) -> int:
+        made_for = self.drafter.config.block_size
+        if block_size is None:
+            return made_for
+        if block_size < 2:
+            raise UsageError(f"block_size is {block_size}; a block is the anchor and at least one slot, so 2 or more")
+        if block_size > made_for:
+            notes.append(f"block_size {block_size} is above the {made_for} this drafter was made for; expect less of it")
+        return block_size
+
+    def _rule(self, verify: str | None, sampling: SamplingParams) -> str:
+        rule = verify or ("greedy" if sampling.greedy else "match")
+        if rule not in self.backend.rules:
+            raise UsageError(f"verify is {rule!r}; the {self.backend.name} backend has {', '.join(self.backend.rules)}")
+        if rule == "greedy" and not sampling.greedy:
+            raise UsageError(f"verify 'greedy' needs temperature 0, and it is {sampling.temperature}; 'match' samples")
+        return rule

@@ -1,0 +1,119 @@
+"""Text around the engine's ids: what a request is, the stream a caller reads, the result it ends in."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+from dflash.detokenizer import TextStream
+from dflash.metrics import Metrics
+from dflash.stopping import Stopper
+from dflash.types import FinishReason, GenerationResult, StepEvent
+
+SILENT_ROUNDS = 32  # this many rounds without one accepted token are no bad luck
+
+
+class Generation(Iterator[StepEvent]):
+    """A running generation: iterate for its steps, each with the text it made certain; then ask for ``result()``.
+
+    ``close()`` ends it at the round boundary where it stands (``finish_reason`` is ``"cancelled"``), and leaves the
+    engine ready for the next request. Leaving a ``with`` block closes too."""
+
+    def __init__(
+        self,
+        steps: Iterator[StepEvent],
+        *,
+        prompt_ids: Sequence[int],
+        stopper: Stopper,
+        text: TextStream | None,
+        notes: list[str],
+        peak_memory: Callable[[], int],
+    ) -> None:
+        self._inner, self._stopper, self._text, self.notes = steps, stopper, text, notes
+        self._prompt_ids, self._peak_memory = list(prompt_ids), peak_memory
+        self._begun = time.perf_counter()
+        self._first: float | None = None
+        self._ended: float | None = None
+        self._result: GenerationResult | None = None
+        self.steps: list[StepEvent] = []
+        self.pieces: list[str] = []
+
+    def __next__(self) -> StepEvent:
+        if self._ended is not None:
+            raise StopIteration
+        try:
+            event = next(self._inner)
+        except StopIteration:
+            self._ended = time.perf_counter()
+            raise
+        except BaseException:
+            self.close()
+            raise
+        if self._first is None:
+            self._first = time.perf_counter()
+        piece = self._text.take(last=self._stopper.reason is not None) if self._text else ""
+        event = replace(event, text=piece)
+        self.steps.append(event)
+        self.pieces.append(piece)
+        return event
+
+    def __enter__(self) -> Generation:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End at this round boundary; harmless when the generation has already ended."""
+        if self._ended is None:
+            self._ended = time.perf_counter()
+        closing = getattr(self._inner, "close", None)
+        if closing is not None:
+            closing()
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return self._stopper.reason or "cancelled"
+
+    @property
+    def text(self) -> str:
+        """The text so far."""
+        return "".join(self.pieces)
+
+    def result(self) -> GenerationResult:
+        """Drain what is left and sum up. After ``close()`` or an interruption: what there is."""
+        for _ in self:
+            pass
+        if self._result is None:
+            self._result = self._sum_up()
+        return self._result
+
+    def _sum_up(self) -> GenerationResult:
+        assert self._ended is not None
+        if self._text and self._stopper.reason is None:  # cancelled: nothing more can complete a stop string
+            self.pieces.append(self._text.take(last=True))
+        metrics = Metrics.from_steps(
+            self.steps,
+            num_prompt_tokens=len(self._prompt_ids),
+            ttft=None if self._first is None else self._first - self._begun,
+            total_seconds=self._ended - self._begun,
+            peak_memory=self._peak_memory(),
+        )
+        if metrics.num_spec_steps >= SILENT_ROUNDS and not metrics.num_accepted_draft_tokens:
+            note = (
+                f"not one of {metrics.num_draft_tokens} drafted tokens was accepted in {metrics.num_spec_steps} rounds; "
+                "the drafter does not fit this target, template or number format (dflash doctor says more)"
+            )
+            self.notes.append(note)
+            warnings.warn(note, RuntimeWarning, stacklevel=3)
+        return GenerationResult(
+            token_ids=[token for step in self.steps for token in step.committed],
+            text=self.text,
+            finish_reason=self.finish_reason,
+            steps=self.steps,
+            metrics=metrics,
+            prompt_ids=self._prompt_ids,
+            notes=tuple(self.notes),
+        )

@@ -1,0 +1,109 @@
+"""``dflash.load``: from names to a ready engine."""
+
+from __future__ import annotations
+
+import os
+import platform
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING, Any
+
+from dflash.checkpoint import DraftConfig, check_weights
+from dflash.engine import Engine
+from dflash.errors import BackendError, UsageError
+from dflash.interfaces import Backend
+from dflash.registry import find_draft, locate, resolve
+from dflash.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+DEFAULT_PAIR = "smollm2-135m"
+
+
+def installed_backends() -> list[str]:
+    """Names of the backends that announce themselves, sorted."""
+    return sorted({point.name for point in entry_points(group="dflash.backends")})
+
+
+def find_backend(name: str = "auto") -> Backend:
+    """The backend of that name; ``auto``: MLX on Apple silicon where installed, else PyTorch. Raises
+    ``BackendError``."""
+    names = installed_backends()
+    if name == "auto":
+        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+        name = "mlx" if apple and "mlx" in names else "torch"
+    if name not in names:
+        raise BackendError(f"backend {name!r} is not installed; there is {', '.join(names) or 'none'}")
+    (point, *_) = entry_points(group="dflash.backends", name=name)
+    try:
+        backend: Backend = point.load()()
+    except ImportError as error:
+        raise BackendError(
+            f"backend {name!r} needs a package that is missing ({error}); pip install 'dflash-lab[{name}]'"
+        ) from None
+    return backend
+
+
+def locate_pair(
+    pair: str | None, target: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None, backend: Backend
+) -> tuple[Path, Path]:
+    """Local folders of target and drafter, fetched where needed. Raises ``UsageError`` or ``ModelNotFoundError``."""
+    if pair is not None and (target or draft):
+        raise UsageError("give either the name of a pair, or a target and a draft")
+    if target is None and draft is None:
+        name = pair or DEFAULT_PAIR
+        known = resolve(name)
+        if known is None:  # a target alone
+            target = name
+        else:
+            target, draft = known.target, known.draft
+    if target is None:
+        raise UsageError(f"the draft {draft} needs a target to draft for; name it as target")
+    target_name = os.fspath(target)
+    if draft is None:
+        draft = find_draft(target_name)
+        if draft is None:
+            raise UsageError(f"no drafter is known for the target {target_name}; name one as draft")
+    return (
+        locate(target_name, what="target", backend=backend),
+        locate(os.fspath(draft), what="draft", backend=backend),
+    )
+
+
+def load(
+    pair: str | None = None,
+    *,
+    target: str | os.PathLike[str] | None = None,
+    draft: str | os.PathLike[str] | None = None,
+    backend: str = "auto",
+    device: str = "auto",
+    dtype: str = "auto",
+    **options: Any,
+) -> Engine:
+    """Load a pair and return its engine.
+
+    ``pair`` names both models (default: the bundled one); or ``target`` and ``draft`` name one each: a local folder, a
+    hub id or a registry name. ``device`` is the backend's word for one (``auto``: the best there is), ``dtype``
+    ``float32``, ``float16`` or ``bfloat16`` (``auto``: float32 on a CPU, else the target's own). ``options`` go to
+    ``Engine``. Raises a ``DFlashError`` that says what is wrong and what would be right."""
+    chosen = find_backend(backend)
+    target_folder, draft_folder = locate_pair(pair, target, draft, chosen)
+    config = DraftConfig.load(draft_folder)
+    check_weights(draft_folder, config)
+    model = chosen.load_target(target_folder, device=device, dtype=dtype, layer_ids=config.target_layer_ids)
+    drafter = chosen.load_drafter(draft_folder, config, model)
+    tokenizer = Tokenizer.load(target_folder)
+    facts = {
+        "target": str(target or pair or DEFAULT_PAIR),
+        "draft": str(draft or pair or DEFAULT_PAIR),
+        "target_folder": str(target_folder),
+        "draft_folder": str(draft_folder),
+        "backend": chosen.name,
+        "device": model.info.device,
+        "dtype": model.info.dtype,
+    }
+    engine = Engine(chosen, model, drafter, tokenizer, facts=facts, **options)
+    recorded = config.extra.get("dflash_lab", {}).get("template_sha256")
+    if recorded and tokenizer and tokenizer.template_sha256 != recorded:
+        engine.notes.append("the chat template is not the one this drafter was trained with; expect less acceptance")
+    return engine

@@ -1,0 +1,68 @@
+"""Tokenizer and chat template behind one small face; the rest of the core handles ids and text only."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dflash.errors import PromptError
+
+Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+
+class Tokenizer:
+    """A model folder's tokenizer, from ``transformers``, imported at the first use."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+
+    @classmethod
+    def load(cls, folder: Path) -> Tokenizer | None:
+        """The tokenizer in ``folder``; None where it holds none (prompts are ids then)."""
+        names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
+        if not any((folder / name).exists() for name in names):
+            return None
+        from transformers import AutoTokenizer
+
+        return cls(AutoTokenizer.from_pretrained(str(folder)))
+
+    @property
+    def chat_template(self) -> str | None:
+        return getattr(self._inner, "chat_template", None)
+
+    @property
+    def template_sha256(self) -> str | None:
+        """What a checkpoint records of the template it was trained with."""
+        template = self.chat_template
+        return hashlib.sha256(str(template).encode()).hexdigest() if template else None
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Messages with ``role`` and ``content`` through the chat template, ready for the assistant's turn."""
+        if not self.chat_template:
+            raise PromptError("this tokenizer has no chat template; give the prompt as text or token ids")
+        try:
+            ids = self._inner.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        except Exception as error:  # templates raise whatever they like; all of it is about the messages
+            raise PromptError(f"the chat template refuses these messages: {error}") from error
+        return list(ids)
+
+    def encode_text(self, text: str) -> list[int]:
+        return list(self._inner(text)["input_ids"])
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """Ids of a prompt: a text (one user message where there is a template and not ``raw``), messages, or ids."""
+        if isinstance(prompt, str):
+            if raw or not self.chat_template:
+                return self.encode_text(prompt)
+            return self.encode_chat([{"role": "user", "content": prompt}])
+        if prompt and isinstance(prompt[0], Mapping):
+            return self.encode_chat(prompt)  # type: ignore[arg-type]
+        return list(prompt)  # type: ignore[arg-type]
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """Text of ``ids``; special tokens are left out unless ``special``."""
+        return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))

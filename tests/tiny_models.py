@@ -1,0 +1,126 @@
+"""Fixtures without weights: T, a tiny random target whose own output is the oracle; S(n), a scripted drafter."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch_dflash.backend import TorchBackend
+from torch_dflash.drafter import TorchDrafter
+from torch_dflash.modeling import DraftModel
+from torch_dflash.target import TorchTarget
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
+from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from dflash.checkpoint import DraftConfig
+from dflash.engine import Engine
+from dflash.rope import RopeConfig
+from dflash.types import Proposal, SamplingParams
+
+VOCAB, HIDDEN, LAYERS, MASK = 300, 32, 4, 299
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+}
+
+
+def make_target(family: str = "llama", seed: int = 0, **changes) -> PreTrainedModel:
+    """A random float32 causal LM whose logits are spread enough for its greedy output to vary."""
+    settings = dict(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=48, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=512, eos_token_id=1, bos_token_id=0,
+        pad_token_id=None, tie_word_embeddings=False, initializer_range=0.2,
+    )  # fmt: skip
+    config_class, model_class = FAMILIES[family]
+    torch.manual_seed(seed)
+    model = model_class(config_class(**(settings | changes))).eval().requires_grad_(False)
+    return model
+
+
+def make_config(**changes) -> DraftConfig:
+    settings = dict(
+        hidden_size=HIDDEN, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        head_dim=8, vocab_size=VOCAB, block_size=5, mask_token_id=MASK, target_layer_ids=(0, 2), rope=RopeConfig(1e4),
+        num_target_layers=LAYERS, dtype="float32", max_position_embeddings=512,
+    )  # fmt: skip
+    return DraftConfig(**(settings | changes))
+
+
+def make_drafter(config: DraftConfig, seed: int = 0) -> DraftModel:
+    torch.manual_seed(seed)
+    model = DraftModel(config)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) * 0.2 + (1.0 if weight.dim() == 1 else 0.0))
+    return model.eval()
+
+
+def save_pair(folder: Path, target: PreTrainedModel, config: DraftConfig, model: DraftModel) -> tuple[Path, Path]:
+    """Both models as local folders, as ``dflash.load`` takes them."""
+    target_folder, draft_folder = folder / "target", folder / "draft"
+    target.save_pretrained(target_folder)
+    draft_folder.mkdir(parents=True)
+    (draft_folder / "config.json").write_text(json.dumps(config.to_dict()))
+    save_file(dict(model.state_dict()), draft_folder / "model.safetensors")
+    return target_folder, draft_folder
+
+
+@dataclass
+class ScriptedDrafter:
+    """Implements ``Drafter``: proposes ``script[position]`` for the absolute position, so a test decides every token.
+
+    ``wrong_at`` replaces the slots with these numbers (1 is the first) by another token, in every round."""
+
+    script: list[int]
+    wrong_at: tuple[int, ...] = ()
+    config: DraftConfig = field(default_factory=make_config)
+    length: int = 0
+
+    def observe(self, features: torch.Tensor, token_count: int) -> None:
+        assert features is not None and 0 < token_count <= len(features)
+        self.length += token_count
+
+    def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
+        start = self.length + 1
+        tokens = [self.script[at] if at < len(self.script) else 7 for at in range(start, start + count)]
+        for slot in self.wrong_at:
+            if slot <= count:
+                tokens[slot - 1] = (tokens[slot - 1] + 1) % VOCAB
+        drafted = torch.tensor(tokens, dtype=torch.long)
+        return Proposal(drafted, torch.cat((torch.tensor([anchor]), drafted)), count)
+
+    def reset(self) -> None:
+        self.length = 0
+
+
+class TinyPair:
+    """T with an engine around it, and its oracle: what the plain model says, computed without any cache."""
+
+    def __init__(self, family: str = "llama", seed: int = 0, **changes) -> None:
+        self.model = make_target(family, seed, **changes)
+        self.backend = TorchBackend()
+        self.target = TorchTarget(self.model, make_config().target_layer_ids)
+
+    def oracle(self, prompt: list[int], count: int) -> list[int]:
+        """The greedy continuation of ``prompt``, every token from a fresh forward over everything before it."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    def engine(self, drafter=None, **options) -> Engine:
+        return Engine(self.backend, self.target, drafter or self.drafter(), check=True, **options)
+
+    def drafter(self, seed: int = 0, **changes) -> TorchDrafter:
+        embedding = self.model.get_input_embeddings().weight
+        head = self.model.get_output_embeddings().weight
+        return TorchDrafter(make_drafter(make_config(**changes), seed), embedding, head)
+
+    def scripted(self, prompt: list[int], count: int = 64, wrong_at: tuple[int, ...] = (), **changes) -> ScriptedDrafter:
+        """S(n): the oracle's tokens, wrong at the given slots."""
+        return ScriptedDrafter(prompt + self.oracle(prompt, count), wrong_at, make_config(**changes))
