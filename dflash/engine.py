@@ -90,8 +90,6 @@ class Engine:
         out. ``block_size`` counts the anchor (default: the drafter's). ``verify``: a rule of the backend (default:
         ``greedy`` at temperature 0, else ``match``). ``detail`` adds probabilities to the events.
         Raises ``UsageError`` or ``PromptError``."""
-        if self._running is not None:
-            self._running.close()
         sampling = sampling or SamplingParams()
         strings = [stop] if isinstance(stop, str) else list(stop or ())
         notes = list(self.notes)
@@ -115,6 +113,8 @@ class Engine:
             detail=detail,
             fallback=Fallback(notes) if self.fallback and speculate else None,
         )
+        if self._running is not None:
+            self._running.close()
         self.backend.reset_peak_memory(self.target)
         self._running = Generation(
             self._decode(request),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +34,31 @@ class Generation(Iterator[StepEvent]):
     ) -> None:
         self._inner, self._stopper, self._text, self.notes = steps, stopper, text, notes
         self._prompt_ids, self._peak_memory = list(prompt_ids), peak_memory
-        self._begun = time.perf_counter()
-        self._first: float | None = None
-        self._ended: float | None = None
+        self._seconds = 0.0  # spent here; what a reader does between steps is not the generation's time
+        self._ttft: float | None = None
+        self._ended = False
         self._result: GenerationResult | None = None
+        self._broken = False
         self.steps: list[StepEvent] = []
         self.pieces: list[str] = []
 
     def __next__(self) -> StepEvent:
-        if self._ended is not None:
+        if self._ended:
             raise StopIteration
+        entered = time.perf_counter()
         try:
             event = next(self._inner)
         except StopIteration:
-            self._ended = time.perf_counter()
+            self._ended = True
             raise
-        except BaseException:
+        except BaseException:  # the stopper and the text may be ahead of the steps by a round that never ended
+            self._broken, self._text = True, None
             self.close()
             raise
-        if self._first is None:
-            self._first = time.perf_counter()
+        finally:
+            self._seconds += time.perf_counter() - entered
+        if self._ttft is None:
+            self._ttft = self._seconds
         piece = self._text.take(last=self._stopper.reason is not None) if self._text else ""
         event = replace(event, text=piece)
         self.steps.append(event)
@@ -67,15 +73,15 @@ class Generation(Iterator[StepEvent]):
 
     def close(self) -> None:
         """End at this round boundary; harmless when the generation has already ended."""
-        if self._ended is None:
-            self._ended = time.perf_counter()
+        self._ended = True
         closing = getattr(self._inner, "close", None)
         if closing is not None:
-            closing()
+            with contextlib.suppress(ValueError):  # it is in mid-round, on another thread or under a signal: its last
+                closing()
 
     @property
     def finish_reason(self) -> FinishReason:
-        return self._stopper.reason or "cancelled"
+        return "cancelled" if self._broken else self._stopper.reason or "cancelled"
 
     @property
     def text(self) -> str:
@@ -91,14 +97,13 @@ class Generation(Iterator[StepEvent]):
         return self._result
 
     def _sum_up(self) -> GenerationResult:
-        assert self._ended is not None
         if self._text and self._stopper.reason is None:  # cancelled: nothing more can complete a stop string
             self.pieces.append(self._text.take(last=True))
         metrics = Metrics.from_steps(
             self.steps,
             num_prompt_tokens=len(self._prompt_ids),
-            ttft=None if self._first is None else self._first - self._begun,
-            total_seconds=self._ended - self._begun,
+            ttft=self._ttft,
+            total_seconds=self._seconds,
             peak_memory=self._peak_memory(),
         )
         if metrics.num_spec_steps >= SILENT_ROUNDS and not metrics.num_accepted_draft_tokens:

@@ -128,8 +128,13 @@ class Metrics:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds a token after the first: (end − first token) ÷ (tokens − 1). None for a merge of one-token runs."""
-        return _ratio(self.decode_seconds, self.num_tokens - 1)
+        """Seconds a token after the first: (end − first token) ÷ (tokens − 1), summed over the runs of a merge."""
+        return _ratio(self.decode_seconds, self._num_decoded)
+
+    @property
+    def _num_decoded(self) -> int:
+        """Tokens after the first of each run."""
+        return sum(self.per_step_committed) + self.num_plain_steps
 
     @property
     def decode_seconds(self) -> float:
@@ -139,7 +144,7 @@ class Metrics:
     @property
     def decode_tokens_per_second(self) -> float | None:
         """Tokens of rounds and plain steps ÷ their time."""
-        return _ratio(sum(self.per_step_committed) + self.num_plain_steps, self.decode_seconds)
+        return _ratio(self._num_decoded, self.decode_seconds)
 
     @property
     def end_to_end_tokens_per_second(self) -> float | None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def iter_records(path: str | Path) -> Iterator[ResponseRecord]:
                     yield ResponseRecord.from_dict(json.loads(line))
                 except (ValueError, TypeError, AttributeError) as error:
                     raise TrainingError(f"{path}, line {number}, is not a response record: {error}") from None
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise TrainingError(f"{path} cannot be read as response records: {error}") from None
 
 

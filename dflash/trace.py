@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,14 +40,18 @@ class Trace:
         return cls(head, list(result.prompt_ids), list(result.steps), tail)
 
     def save(self, path: str | Path) -> None:
-        """Write to ``path`` (through gzip where it ends in ``.gz``). Raises ``StorageError``."""
+        """Write to ``path`` (through gzip where it ends in ``.gz``), whole or not at all. Raises ``StorageError``."""
+        path = Path(path)
+        part = path.with_name(f".{os.getpid()}.partial.{path.name}")
         lines = [{"trace": FORMAT, "prompt_ids": self.prompt_ids, **self.head}]
         lines += [step.to_dict() for step in self.steps]
         lines.append({"end": True, **self.tail})
         try:
-            with open_text(Path(path), "w") as stream:
+            with open_text(part, "w") as stream:
                 stream.writelines(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
+            os.replace(part, path)
         except OSError as error:
+            part.unlink(missing_ok=True)
             raise StorageError(f"the trace {path} cannot be written: {error.strerror}") from None
 
     @classmethod
@@ -58,6 +64,6 @@ class Trace:
                 raise ValueError
             return cls(head, head.pop("prompt_ids"), [StepEvent.from_dict(step) for step in steps], tail)
         except OSError as error:
-            raise StorageError(f"the trace {path} cannot be read: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError):
+            raise StorageError(f"the trace {path} cannot be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error):
             raise StorageError(f"{path} is not a whole trace of format {FORMAT}") from None

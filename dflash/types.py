@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from dflash.errors import UsageError
@@ -36,14 +37,14 @@ class SamplingParams:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UsageError(f"temperature is {self.temperature}; it must be 0 (greedy) or above")
-        if self.top_k != int(self.top_k) or self.top_k < 0:
-            raise UsageError(f"top_k is {self.top_k}; it must be 0 (off) or a positive whole number")
-        if not 0 < self.top_p <= 1:
-            raise UsageError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (off)")
-        if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must be between 0 and 2**63 - 1")
+        if not (isinstance(self.temperature, Real) and math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UsageError(f"temperature is {self.temperature!r}; it must be 0 (greedy) or above")
+        if not (isinstance(self.top_k, Integral) and self.top_k >= 0):
+            raise UsageError(f"top_k is {self.top_k!r}; it must be 0 (off) or a positive whole number")
+        if not (isinstance(self.top_p, Real) and 0 < self.top_p <= 1):
+            raise UsageError(f"top_p is {self.top_p!r}; it must be above 0 and at most 1 (off)")
+        if self.seed is not None and not (isinstance(self.seed, Integral) and 0 <= self.seed < 2**63):
+            raise UsageError(f"seed is {self.seed!r}; it must be a whole number between 0 and 2**63 - 1")
 
     @property
     def greedy(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,13 +13,20 @@ from torch_dflash.backend import TorchBackend
 from torch_dflash.drafter import TorchDrafter
 from torch_dflash.modeling import DraftModel
 from torch_dflash.target import TorchTarget
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen2Config, Qwen3Config
-from transformers import Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from dflash.checkpoint import DraftConfig
 from dflash.engine import Engine
 from dflash.rope import RopeConfig
-from dflash.types import Proposal, SamplingParams
+from dflash.types import Proposal, SamplingParams, TargetInfo, TargetOutput
 
 VOCAB, HIDDEN, LAYERS, MASK = 300, 32, 4, 299
 
@@ -121,6 +129,100 @@ class TinyPair:
         head = self.model.get_output_embeddings().weight
         return TorchDrafter(make_drafter(make_config(**changes), seed), embedding, head)
 
-    def scripted(self, prompt: list[int], count: int = 64, wrong_at: tuple[int, ...] = (), **changes) -> ScriptedDrafter:
+    def scripted(
+        self, prompt: list[int], count: int = 64, wrong_at: tuple[int, ...] = (), **changes
+    ) -> ScriptedDrafter:
         """S(n): the oracle's tokens, wrong at the given slots."""
         return ScriptedDrafter(prompt + self.oracle(prompt, count), wrong_at, make_config(**changes))
+
+
+class RuleTarget:
+    """Implements ``Target`` without a model: the logits after a prefix are ``rule(prefix)`` [V].
+
+    The feature of a token is its id, so a drafter's context can be read back; ``seen`` is the cache."""
+
+    def __init__(
+        self,
+        rule: Callable[[list[int]], torch.Tensor],
+        vocab_size: int,
+        *,
+        stop_token_ids: tuple[int, ...] = (),
+        max_positions: int = 4096,
+    ) -> None:
+        self.rule, self.device, self.tapping = rule, torch.device("cpu"), True
+        self.info = TargetInfo(1, 1, vocab_size, max_positions, stop_token_ids, "float32", "cpu", "rule")
+        self.seen: list[int] = []
+        self._last = 0
+
+    @property
+    def length(self) -> int:
+        return len(self.seen) - self._last
+
+    def forward(self, tokens, *, parents=None, last_only: bool = False) -> TargetOutput:
+        assert not self._last, "keep() must follow every forward()"
+        assert parents is None
+        new = [int(token) for token in tokens]
+        assert new and len(self.seen) + len(new) <= self.info.max_positions
+        self._last = len(new)
+        self.seen += new
+        first = len(self.seen) - (1 if last_only else len(new))
+        logits = torch.stack([self.rule(self.seen[: end + 1]) for end in range(first, len(self.seen))])
+        return TargetOutput(logits, torch.tensor(new)[:, None] if self.tapping else None)
+
+    def keep(self, path) -> None:
+        assert list(path) == list(range(len(path))) and 0 < len(path) <= self._last
+        del self.seen[len(self.seen) - self._last + len(path) :]
+        self._last = 0
+
+    def reset(self) -> None:
+        self.seen, self._last = [], 0
+
+    def greedy(self, prompt: list[int], count: int) -> list[int]:
+        """The oracle: ``count`` greedy tokens after ``prompt``, straight from the rule."""
+        ids = list(prompt)
+        for _ in range(count):
+            ids.append(int(self.rule(ids).argmax()))
+        return ids[len(prompt) :]
+
+
+class PlannedDrafter:
+    """Implements ``Drafter`` for a ``RuleTarget``: drafts ``plan(context, count)``, whose context is every committed
+    token, the anchor included. ``context`` holds what was observed."""
+
+    def __init__(self, plan: Callable[[list[int], int], list[int]], config: DraftConfig | None = None) -> None:
+        self.plan, self.config = plan, config or make_config()
+        self.context: list[int] = []
+
+    @property
+    def length(self) -> int:
+        return len(self.context)
+
+    def observe(self, features: torch.Tensor, token_count: int) -> None:
+        assert 0 < token_count <= len(features)
+        self.context += features[:token_count, 0].tolist()
+
+    def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
+        assert count > 0
+        drafted = torch.tensor(self.plan([*self.context, anchor], count))
+        assert drafted.shape == (count,)
+        return Proposal(drafted, torch.cat((torch.tensor([anchor]), drafted)), count)
+
+    def reset(self) -> None:
+        self.context = []
+
+
+def scripted_target(script: list[int], vocab_size: int = VOCAB, **options) -> RuleTarget:
+    """A target whose greedy output continues ``script`` whatever it is given, and repeats its last token behind it."""
+
+    def rule(prefix: list[int]) -> torch.Tensor:
+        logits = torch.zeros(vocab_size)
+        logits[script[min(len(prefix), len(script) - 1)]] = 9.0
+        return logits
+
+    return RuleTarget(rule, vocab_size, **options)
+
+
+def chain_rule(vocab_size: int, seed: int = 0, spread: float = 2.0) -> Callable[[list[int]], torch.Tensor]:
+    """Random logits that depend on the last two tokens and on the position, so that a stale cache shows."""
+    table = torch.randn(3, vocab_size, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    return lambda prefix: table[len(prefix) % 3, prefix[-2] if len(prefix) > 1 else 0, prefix[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import nn
 
 from dflash.checkpoint import DraftConfig, weight_files
 from dflash.errors import WeightsError
@@ -18,8 +20,12 @@ from dflash.types import Proposal, SamplingParams
 from torch_dflash.drafter import TorchDrafter, check_fits
 from torch_dflash.memory import peak_memory, reset_peak_memory
 from torch_dflash.modeling import DraftModel
+from torch_dflash.native import NativeTarget, reason_against
 from torch_dflash.target import TorchTarget, load_model
 from torch_dflash.verify import RULES, MatchVerifier
+
+ServedTarget = TorchTarget | NativeTarget
+_log = logging.getLogger("torch_dflash")
 
 
 class TorchBackend:
@@ -27,11 +33,13 @@ class TorchBackend:
 
     name = "torch"
     rules = RULES
+    native = True
+    """Whether targets that can be served natively are."""
 
-    def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> TorchTarget:
-        return TorchTarget(load_model(folder, device=device, dtype=dtype), layer_ids)
+    def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> ServedTarget:
+        return serve_target(load_model(folder, device=device, dtype=dtype), layer_ids, native=self.native)
 
-    def load_drafter(self, folder: Path, config: DraftConfig, target: TorchTarget) -> TorchDrafter:
+    def load_drafter(self, folder: Path, config: DraftConfig, target: ServedTarget) -> TorchDrafter:
         config.check_target(target.info)
         embedding = target.model.get_input_embeddings().weight.detach()
         head = target.model.get_output_embeddings().weight.detach()
@@ -40,21 +48,21 @@ class TorchBackend:
         return TorchDrafter(model, embedding, head)
 
     def verifier(
-        self, rule: str, sampling: SamplingParams, target: TorchTarget, *, max_new_tokens: int, detail: bool = False
+        self, rule: str, sampling: SamplingParams, target: ServedTarget, *, max_new_tokens: int, detail: bool = False
     ) -> MatchVerifier:
         return MatchVerifier(sampling, max_new_tokens=max_new_tokens, device=target.device, detail=detail)
 
-    def plain_proposal(self, anchor: int, target: TorchTarget) -> Proposal:
+    def plain_proposal(self, anchor: int, target: ServedTarget) -> Proposal:
         block = torch.tensor([anchor], device=target.device)
         return Proposal(block[1:], block, 0)
 
-    def clock(self, target: TorchTarget) -> CpuClock | CudaClock:
+    def clock(self, target: ServedTarget) -> CpuClock | CudaClock:
         return CudaClock() if target.device.type == "cuda" else CpuClock()
 
-    def peak_memory(self, target: TorchTarget) -> int:
+    def peak_memory(self, target: ServedTarget) -> int:
         return peak_memory(target.device)
 
-    def reset_peak_memory(self, target: TorchTarget) -> None:
+    def reset_peak_memory(self, target: ServedTarget) -> None:
         reset_peak_memory(target.device)
 
     def convert_gguf(self, source: Path, folder: Path, progress: Callable[[float], None]) -> None:
@@ -64,6 +72,15 @@ class TorchBackend:
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "transformers": transformers.__version__}
+
+
+def serve_target(model: nn.Module, layer_ids: Sequence[int], *, native: bool = True) -> ServedTarget:
+    """The native target where it computes the same as transformers' forward, else that; the log says why."""
+    reason = reason_against(model) if native else "it was asked not to be"
+    if reason is None:
+        return NativeTarget(model, layer_ids)
+    _log.info("the target is served through transformers: %s", reason)
+    return TorchTarget(model, layer_ids)
 
 
 class CpuClock:

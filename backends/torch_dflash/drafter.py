@@ -10,12 +10,15 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from dflash.checkpoint import DraftConfig
 from dflash.errors import PairError
 from dflash.types import Proposal, SamplingParams
 from torch_dflash.modeling import DraftModel, residual_layer
+from torch_dflash.products import head_product
 from torch_dflash.rotary import Rotary
 
 FIRST_CAPACITY = 512
+HALF_LARGEST = 256  # of a feature that enters a float16 product
 
 
 class TorchDrafter:
@@ -50,7 +53,10 @@ class TorchDrafter:
         end = self.length + token_count
         if end > self._cache.shape[-2]:
             self._make_room(2 * end)
-        context = self.projection(features[:token_count].to(self.dtype))
+        rows = features[:token_count]
+        if self.dtype == torch.float16:
+            rows = scaled_for_half(rows)
+        context = self.projection(rows.to(self.dtype))
         both = self.model.context_kv(context[None], self.rotary.range(self.length, end), self._stacked)
         for cache, (keys, values) in zip(self._cache, both, strict=True):
             cache[0, :, self.length : end], cache[1, :, self.length : end] = keys[0], values[0]
@@ -68,7 +74,7 @@ class TorchDrafter:
         ids[0] = anchor
         x = (F.embedding(ids, self.embedding) * self.embedding_scale).to(self.dtype)[None]
         tables = self.rotary.range(self.length, end)
-        masks = self._attention_masks(rows, end)
+        masks = attention_masks(self.config, rows, end, self.device)
         for index, layer in enumerate(self.model.layers):
             q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), tables)
             cache = self._cache[index]
@@ -80,7 +86,7 @@ class TorchDrafter:
     def logits(self, anchor: int, count: int) -> Tensor:
         """Draft logits [count, V] of the slots after ``anchor``; slot 0 predicts nothing."""
         with torch.inference_mode():
-            return F.linear(self.hidden(anchor, count)[1:].to(self.head.dtype), self.head)
+            return head_product(self.hidden(anchor, count)[1:].to(self.head.dtype), self.head)
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax
@@ -95,22 +101,31 @@ class TorchDrafter:
     def reset(self) -> None:
         self.length = 0
 
-    def _attention_masks(self, rows: int, end: int) -> list[Tensor | None]:
-        """For each layer what block rows may see of the cache, bool [rows, end], or None: everything."""
-        made: dict[tuple[bool, int | None], Tensor | None] = {(False, None): None}
-        kinds = list(zip(self.config.causal, self.config.windows(), strict=True))
-        for causal, window in kinds:
-            if (causal, window) in made:
-                continue
-            queries = torch.arange(end - rows, end, device=self.device)[:, None]
-            keys = torch.arange(end, device=self.device)
-            sees = torch.ones(rows, end, dtype=torch.bool, device=self.device)
-            if causal:
-                sees &= keys <= queries
-            if window is not None:
-                sees &= (queries - keys).abs() < window
-            made[causal, window] = sees
-        return [made[kind] for kind in kinds]
+
+def attention_masks(config: DraftConfig, rows: int, end: int, device: torch.device) -> list[Tensor | None]:
+    """For each layer what the block, the last ``rows`` of ``end`` positions, may see: bool [rows, end], or None for
+    everything."""
+    made: dict[tuple[bool, int | None], Tensor | None] = {(False, None): None}
+    kinds = list(zip(config.causal, config.windows(), strict=True))
+    for causal, window in kinds:
+        if (causal, window) in made:
+            continue
+        queries = torch.arange(end - rows, end, device=device)[:, None]
+        keys = torch.arange(end, device=device)
+        sees = torch.ones(rows, end, dtype=torch.bool, device=device)
+        if causal:
+            sees &= keys <= queries
+        if window is not None:
+            sees &= (queries - keys).abs() < window
+        made[causal, window] = sees
+    return [made[kind] for kind in kinds]
+
+
+def scaled_for_half(features: Tensor) -> Tensor:
+    """Rows of ``features`` [n, K*H] scaled down to where no float16 product overflows at 65,504: some targets' residual
+    streams come near it. The projection's norm takes the scale out again."""
+    wide = features.float()
+    return wide / (wide.abs().amax(-1, keepdim=True) / HALF_LARGEST).clamp_(min=1)
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:

@@ -43,7 +43,8 @@ class Taps:
 
     def take(self) -> Tensor | None:
         """Features [b, n, K*H] in the order of the ids, then forgotten; None while disabled."""
-        if not self._seen:
+        if not self.enabled or not self._seen:
+            self._seen.clear()  # an interrupted forward may have left something
             return None
         features = torch.cat([self._seen[index] for index in self._ids], dim=-1)
         self._seen.clear()

@@ -23,26 +23,12 @@ class TorchTarget:
 
     def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
         self.model: Any = model.eval().requires_grad_(False)
-        text = self.model.config.get_text_config()
-        weight: Tensor = self.model.get_output_embeddings().weight
-        count = len(decoder_layers(model))
-        if wrong := [index for index in layer_ids if not 0 <= index < count]:
-            raise BackendError(f"target_layer_ids holds {wrong[0]}; the target's layers are 0 to {count - 1}")
-        self.info = TargetInfo(
-            num_layers=count,
-            hidden_size=text.hidden_size,
-            vocab_size=weight.shape[0],
-            max_positions=getattr(text, "max_position_embeddings", None) or 1 << 20,
-            stop_token_ids=stop_token_ids(self.model),
-            dtype=str(weight.dtype).removeprefix("torch."),
-            device=str(weight.device),
-            model_type=text.model_type,
-        )
-        self.device = weight.device
-        self.taps = Taps(model, layer_ids)
+        self.info = target_info(self.model, layer_ids)
+        self.device = self.model.get_output_embeddings().weight.device
         self._cache_argument = cache_argument(model)
         self._last = 0
-        self.reset()
+        self.reset()  # raises for a model that cannot be served, before it is hooked
+        self.taps = Taps(model, layer_ids)
 
     @property
     def length(self) -> int:
@@ -84,6 +70,24 @@ class TorchTarget:
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.taps.close()
+
+
+def target_info(model: Any, layer_ids: Sequence[int]) -> TargetInfo:
+    """What the core needs to know. Raises ``BackendError`` where ``layer_ids`` are not all layers of the model."""
+    text, weight = model.config.get_text_config(), model.get_output_embeddings().weight
+    count = len(decoder_layers(model))
+    if wrong := [index for index in layer_ids if not 0 <= index < count]:
+        raise BackendError(f"target_layer_ids holds {wrong[0]}; the target's layers are 0 to {count - 1}")
+    return TargetInfo(
+        num_layers=count,
+        hidden_size=text.hidden_size,
+        vocab_size=weight.shape[0],
+        max_positions=getattr(text, "max_position_embeddings", None) or 1 << 20,
+        stop_token_ids=stop_token_ids(model),
+        dtype=str(weight.dtype).removeprefix("torch."),
+        device=str(weight.device),
+        model_type=text.model_type,
+    )
 
 
 def stop_token_ids(model: Any) -> tuple[int, ...]:

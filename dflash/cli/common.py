@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import os
 import signal
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dflash.errors import PromptError, UsageError
+from dflash.errors import PromptError, StorageError, UsageError
 from dflash.types import SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from dflash.engine import Engine
+    from dflash.generation import Generation
+    from dflash.types import GenerationResult
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
     """``--target --draft --backend --device --dtype``."""
     group = parser.add_argument_group("models")
-    group.add_argument("--target", metavar="MODEL", help="target: a pair's name, a folder or a hub id (default: smollm2-135m)")
-    group.add_argument("--draft", metavar="MODEL", help="drafter: a folder or a hub id (default: the one known for the target)")
+    group.add_argument(
+        "--target", metavar="MODEL", help="target: a pair's name, a folder or a hub id (default: smollm2-135m)"
+    )
+    group.add_argument(
+        "--draft", metavar="MODEL", help="drafter: a folder or a hub id (default: the one known for the target)"
+    )
     group.add_argument("--backend", default="auto", help="auto, or an installed backend's name (default: auto)")
     group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: auto)")
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
@@ -33,7 +41,9 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
     """``--temperature --top-p --top-k --seed``."""
     group = parser.add_argument_group("sampling")
     group.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default: 0)")
-    group.add_argument("--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this share (default: 1, off)")
+    group.add_argument(
+        "--top-p", type=float, default=1.0, help="keep the likeliest tokens up to this share (default: 1, off)"
+    )
     group.add_argument("--top-k", type=int, default=0, help="keep this many tokens (default: 0, off)")
     group.add_argument("--seed", type=int, help="same seed, same options, same machine: same tokens")
 
@@ -41,9 +51,15 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 def add_decoding_flags(parser: argparse.ArgumentParser, *, max_new_tokens: int = 256) -> None:
     """``--max-new-tokens --block-size --verify``."""
     group = parser.add_argument_group("decoding")
-    group.add_argument("--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}")
-    group.add_argument("--block-size", default="auto", metavar="N|auto", help="anchor and slots (default: auto, the drafter's)")
-    group.add_argument("--verify", metavar="RULE", help="greedy or match (default: greedy at temperature 0, else match)")
+    group.add_argument(
+        "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
+    )
+    group.add_argument(
+        "--block-size", default="auto", metavar="N|auto", help="anchor and slots (default: auto, the drafter's)"
+    )
+    group.add_argument(
+        "--verify", metavar="RULE", help="greedy or match (default: greedy at temperature 0, else match)"
+    )
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
@@ -54,13 +70,18 @@ def block_size_of(args: argparse.Namespace) -> int | None:
     if args.block_size == "auto":
         return None
     try:
-        return int(args.block_size)
+        size = int(args.block_size)
     except ValueError:
-        raise UsageError(f"--block-size is {args.block_size!r}; it must be a whole number or auto") from None
+        size = 0
+    if size < 2:
+        raise UsageError(f"--block-size is {args.block_size!r}; it must be a whole number from 2, or auto")
+    return size
 
 
 def decoding_of(args: argparse.Namespace) -> dict[str, Any]:
-    """The options of ``Engine.stream`` that the shared flags hold."""
+    """The options of ``Engine.stream`` that the shared flags hold, refused before any model is loaded for them."""
+    if args.max_new_tokens < 0:
+        raise UsageError(f"--max-new-tokens is {args.max_new_tokens}; it must be 0 or above")
     return {
         "max_new_tokens": args.max_new_tokens,
         "sampling": sampling_of(args),
@@ -70,15 +91,13 @@ def decoding_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_engine(args: argparse.Namespace, **options: Any) -> Engine:
-    """The engine that the model flags name, with a word on stderr while it loads."""
+    """The engine that the model flags name."""
     from dflash.loading import load
 
-    console = stderr()
-    with console.status("loading models …") if console.is_terminal else _nothing():
-        models: dict[str, Any] = {"target": args.target, "draft": args.draft}
-        if args.target is not None and args.draft is None:  # a pair's name is a target with a known drafter
-            models = {"pair": args.target}
-        return load(**models, backend=args.backend, device=args.device, dtype=args.dtype, **options)
+    models: dict[str, Any] = {"target": args.target, "draft": args.draft}
+    if args.target is not None and args.draft is None:  # a pair's name is a target with a known drafter
+        models = {"pair": args.target}
+    return load(**models, backend=args.backend, device=args.device, dtype=args.dtype, **options)
 
 
 def read_prompt(text: str | None, file: str | None) -> str:
@@ -99,7 +118,25 @@ def read_prompt(text: str | None, file: str | None) -> str:
         raise PromptError(f"the prompt file {file} is not UTF-8 text") from None
     if not text.strip():
         raise PromptError("the prompt is empty; give at least one word")
+    if not is_text(text):
+        raise PromptError("the prompt is not UTF-8 text")
     return text
+
+
+def is_text(text: str) -> bool:
+    """False where bytes of the command line or of stdin were no UTF-8 and Python carries them as lone surrogates."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
+
+
+def check_writable(path: Path) -> None:
+    """Raise ``StorageError`` where a file at ``path`` could not be written: better now than after the work."""
+    folder = path.absolute().parent
+    if path.is_dir() or (path.exists() and not path.is_file()):
+        raise StorageError(f"{path} is no regular file; give a file to write to")
+    if not folder.is_dir():
+        raise StorageError(f"{path} cannot be written: there is no folder {folder}")
+    if not os.access(folder, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise StorageError(f"{path} cannot be written: permission denied or a read-only file system")
 
 
 def stderr() -> Console:
@@ -109,8 +146,20 @@ def stderr() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def say(*lines: str) -> None:
+    """Plain lines on stderr."""
+    for line in lines:
+        print(line, file=sys.stderr)
+
+
+def result_of(generation: Generation) -> GenerationResult:
+    """The result of a generation; what it warns of stands in its notes too, which a command shows."""
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+        return generation.result()
+
+
 @contextmanager
-def _nothing() -> Iterator[None]:
+def nothing() -> Iterator[None]:
     yield
 
 

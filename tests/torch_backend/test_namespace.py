@@ -1,0 +1,51 @@
+"""The layout keeps out of other packages' way: containers are no packages, and no name of theirs is taken."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+CONTAINERS = ("backends", "kernels", "demos")
+TAKEN = {"torch", "mlx", "triton", "gradio", "transformers", "kernels", "dflash_mlx"}
+IMPORTS = "from transformers import Qwen3ForCausalLM; import dflash, torch_dflash.backend; print(Qwen3ForCausalLM.__name__)"
+
+
+@pytest.mark.parametrize("name", [*CONTAINERS, "tests", "experiments"])
+def test_containers_are_no_packages(name: str) -> None:
+    assert not (ROOT / name / "__init__.py").exists()
+
+
+def test_no_package_anywhere_under_tests() -> None:
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_test_files_have_unique_names() -> None:
+    names = Counter(file.name for file in (ROOT / "tests").rglob("*.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_package_takes_the_name_of_another_library() -> None:
+    packages = [file.parent for file in ROOT.glob("*/__init__.py")]
+    packages += [file.parent for name in CONTAINERS for file in ROOT.glob(f"{name}/*/__init__.py")]
+    assert {"dflash", "torch_dflash"} <= {package.name for package in packages}
+    assert not {package.name for package in packages} & TAKEN
+
+
+@pytest.mark.parametrize("where", ["root", "beside containers"])
+def test_transformers_imports_a_model_from_the_repository_root(where: str, tmp_path: Path) -> None:
+    """``transformers`` imports a package called ``kernels`` where there is one; our folder of that name must not be
+    taken for it."""
+    folder = ROOT
+    if where == "beside containers":
+        folder = tmp_path
+        for container, package in zip(CONTAINERS, ("a_dflash", "b_dflash", "c_dflash"), strict=True):
+            (tmp_path / container / package).mkdir(parents=True)
+            (tmp_path / container / package / "__init__.py").touch()
+    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Qwen3ForCausalLM"
