@@ -161,10 +161,8 @@ class Engine:
         verdict = request.verifier.verify(self.backend.plain_proposal(anchor, self.target), output)
         ended = clock.mark()
         committed = request.stopper.cut((verdict.next_token,))
-        return StepEvent(
-            "prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, clock.seconds(begun, ended), 0.0,
-            target_probs=verdict.target_probs,
-        )  # fmt: skip
+        seconds = clock.seconds(begun, ended)
+        return StepEvent("prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, seconds, 0.0)
 
     def _round(self, request: Request, clock: Clock, anchor: int, speculate: bool) -> StepEvent:
         """One round (or, without a draft, one plain step) of the paper."""
@@ -242,7 +240,9 @@ class Engine:
         if block_size < 2:
             raise UsageError(f"block_size is {block_size}; a block is the anchor and at least one slot, so 2 or more")
         if block_size > made_for:
-            notes.append(f"block_size {block_size} is above the {made_for} this drafter was made for; expect less of it")
+            notes.append(
+                f"block_size {block_size} is above the {made_for} this drafter was made for; expect less of it"
+            )
         return block_size
 
     def _rule(self, verify: str | None, sampling: SamplingParams) -> str:

@@ -1,4 +1,4 @@
-"""Giving up on drafting where it costs more than it brings: the output is the same either way, only its pace differs."""
+"""Giving up on drafting where it costs more than it brings: the output stays the same, only its pace differs."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class Generation(Iterator[StepEvent]):
         )
         if metrics.num_spec_steps >= SILENT_ROUNDS and not metrics.num_accepted_draft_tokens:
             note = (
-                f"not one of {metrics.num_draft_tokens} drafted tokens was accepted in {metrics.num_spec_steps} rounds; "
+                f"none of {metrics.num_draft_tokens} drafted tokens was accepted in {metrics.num_spec_steps} rounds; "
                 "the drafter does not fit this target, template or number format (dflash doctor says more)"
             )
             self.notes.append(note)

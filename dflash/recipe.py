@@ -21,7 +21,7 @@ class Recipe:
     tokens, ``anchors`` blocks each, ``heldout_rows`` never trained on. ``gamma`` 0 takes the paper's decay.
     ``loss_vocab``: ``"full"``, or ``"seen"`` for a softmax over the tokens that occur in the data alone.
     ``soft_labels``: the share of the loss whose labels are the target's own distribution instead of the data's token.
-    ``init``: ``"normal"`` (std 0.02), or ``"target"`` for the target's last layers.
+    ``init``: ``"target"`` for copies of the target's last layers, or ``"normal"`` (std 0.02).
     ``precision``: ``"float32"``, or ``"bfloat16"`` products with float32 masters.
     """
 
@@ -43,7 +43,7 @@ class Recipe:
     loss_vocab: str = "full"
     soft_labels: float = 0.0
     loss_chunk: int = 256
-    init: str = "normal"
+    init: str = "target"
     precision: str = "float32"
     seed: int = 0
 

@@ -14,9 +14,7 @@ class Stopper:
     for every token and answers whether the text so far holds a stop string (None: there are no stop strings).
     """
 
-    def __init__(
-        self, stop_ids: Iterable[int], budget: int, found_stop: Callable[[int], bool] | None = None
-    ) -> None:
+    def __init__(self, stop_ids: Iterable[int], budget: int, found_stop: Callable[[int], bool] | None = None) -> None:
         self.stop_ids = frozenset(stop_ids)
         self.left = budget
         self.reason: FinishReason | None = None if budget else "length"

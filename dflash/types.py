@@ -141,7 +141,10 @@ class StepEvent:
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> StepEvent:
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in record.items()})
+        values: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in record.items()
+        }
+        return cls(**values)
 
 
 @dataclass(frozen=True)

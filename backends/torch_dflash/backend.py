@@ -109,7 +109,7 @@ class CudaClock:
 
 def load_draft_model(folder: Path, config: DraftConfig) -> DraftModel:
     """The drafter's weights in the precision they are stored in. Raises ``WeightsError``."""
-    state = {}
+    state: dict[str, Any] = {}
     for file in weight_files(folder):
         try:
             state |= load_file(file)

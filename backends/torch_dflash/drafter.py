@@ -1,6 +1,7 @@
 """The drafter at work: its context's keys and values cached, its proposals on the device.
 
-Shapes: n tokens, K taps, H hidden size, L draft layers, h heads, g key/value heads, d head size, ``count`` drafted tokens.
+Shapes: n tokens, K taps, H hidden size, L draft layers, h heads, g key/value heads, d head size, ``count`` drafted
+tokens.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class TorchDrafter:
         self._stacked = model.stacked_kv()
         self._masks = torch.full((self.config.block_size,), self.config.mask_token_id, device=self.device)
         self.length = 0
+        self._cache: Tensor
         self._make_room(FIRST_CAPACITY)
 
     def _make_room(self, capacity: int) -> None:
@@ -129,8 +131,8 @@ def scaled_for_half(features: Tensor) -> Tensor:
 
 
 def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of ``q`` [1, h, n, d] over ``k``, ``v`` [1, g, S, d] without copying keys for each query head: the heads
-    of a group become rows of one product."""
+    """Attention of ``q`` [1, h, n, d] over ``k``, ``v`` [1, g, S, d] without copying keys for each query head:
+    the heads of a group become rows of one product."""
     groups, rows = k.shape[1], q.shape[2]
     if mask is not None:
         mask = mask.repeat(q.shape[1] // groups, 1)

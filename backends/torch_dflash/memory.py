@@ -11,7 +11,7 @@ import torch
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Begin a new measurement. Where the system cannot (a CPU outside Linux), the peak is the process's whole life's."""
+    """Begin a new measurement. Outside Linux a CPU's peak is that of the process's whole life."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return

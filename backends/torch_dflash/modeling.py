@@ -6,6 +6,8 @@ L draft layers. The forward is the paper's (arXiv 2602.06036): the context enter
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -87,7 +89,7 @@ class DraftModel(nn.Module):
         self.config = config
         self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layers = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))
+        self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))  # of DraftLayer
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def project(self, features: Tensor) -> Tensor:

@@ -66,17 +66,17 @@ class _Layer:
 class NativeTarget:
     """Implements ``dflash.interfaces.Target``. Raises ``BackendError`` where ``reason_against`` has one."""
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        self.model = model.eval().requires_grad_(False)
         if reason := reason_against(model):
             raise BackendError(f"this target cannot be served natively: {reason}")
-        config = self.model.config
+        config: Any = self.model.config
         self.info = target_info(self.model, layer_ids)
         self.layer_ids, self.tapping = tuple(layer_ids), True
-        self.heads = config.num_attention_heads
-        self.groups = getattr(config, "num_key_value_heads", None) or self.heads
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // self.heads
-        self.eps = config.rms_norm_eps
+        self.heads: int = config.num_attention_heads
+        self.groups: int = getattr(config, "num_key_value_heads", None) or self.heads
+        self.head_dim: int = getattr(config, "head_dim", None) or config.hidden_size // self.heads
+        self.eps: float = config.rms_norm_eps
         decoder = self.model.get_decoder()
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: Tensor = self.model.get_output_embeddings().weight
@@ -86,6 +86,7 @@ class NativeTarget:
         self.layers = [_collect(layer) for layer in decoder.layers]
         self.rotary = Rotary(_rope(config), self.head_dim, self.device)
         self.length = self._last = 0
+        self._cache: Tensor
         self._make_room(FIRST_CAPACITY)
 
     def _make_room(self, capacity: int) -> None:

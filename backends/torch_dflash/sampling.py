@@ -12,9 +12,9 @@ def shape_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
     """The target's distribution [n, V] in float32 after temperature, top-k and top-p, in this order.
 
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it. Temperature must be above 0."""
-    scores = logits.float()
-    smallest = torch.finfo(torch.float32).tiny
-    scores = (scores - scores.amax(-1, keepdim=True)) / max(sampling.temperature, smallest)  # no overflow near 0
+    scores, limits = logits.float(), torch.finfo(torch.float32)
+    temperature = min(max(sampling.temperature, limits.tiny), limits.max)
+    scores = (scores - scores.amax(-1, keepdim=True)) / temperature  # from 0 down: nothing overflows near 0
     if 0 < sampling.top_k < scores.shape[-1]:
         best, places = scores.topk(sampling.top_k, dim=-1)
         scores = torch.full_like(scores, float("-inf")).scatter_(-1, places, best)

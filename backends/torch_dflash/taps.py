@@ -17,8 +17,8 @@ from dflash.errors import BackendError
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The list of decoder layers of a transformers causal LM; ``BackendError`` where none can be recognised."""
     wanted = getattr(model.config.get_text_config(), "num_hidden_layers", None)  # type: ignore[operator, union-attr]
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
-    for name, module in decoder.named_modules():  # type: ignore[union-attr]
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else model  # type: ignore[operator]
+    for name, module in decoder.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == wanted and name.split(".")[-1] in ("layers", "h"):
             return module
     raise BackendError(f"{type(model).__name__} has no list of {wanted} decoder layers that could be tapped")

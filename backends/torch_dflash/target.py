@@ -21,8 +21,8 @@ from torch_dflash.taps import Taps, decoder_layers
 class TorchTarget:
     """Implements ``dflash.interfaces.Target``."""
 
-    def __init__(self, model: nn.Module, layer_ids: Sequence[int]) -> None:
-        self.model: Any = model.eval().requires_grad_(False)
+    def __init__(self, model: Any, layer_ids: Sequence[int]) -> None:
+        self.model = model.eval().requires_grad_(False)
         self.info = target_info(self.model, layer_ids)
         self.device = self.model.get_output_embeddings().weight.device
         self._cache_argument = cache_argument(model)

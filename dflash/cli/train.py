@@ -29,7 +29,7 @@ RECIPE_FLAGS = {
     "gamma": "decay of the slots' weights (0: the paper's)",
     "loss_vocab": "full, or seen: the softmax covers only tokens of the data",
     "soft_labels": "share of the loss that follows the target's own distribution",
-    "init": "normal, or target: start from the target's last layers",
+    "init": "target: start from copies of the target's last layers; or normal",
     "precision": "float32, or bfloat16 products",
     "seed": "of weights, order and anchors",
 }

@@ -1,4 +1,4 @@
-"""The drafter against a dense reference written straight from its formulas, and its cache against one that never grows."""
+"""The drafter against a dense reference written straight from its formulas; its cache against one that never grows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine held to its contract: the tokens are the target's own, cut exactly where asked, whatever the drafter does."""
+"""The engine held to its contract: the target's own tokens, cut exactly where asked, whatever the drafter does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from dflash.errors import PromptError, UsageError
 from dflash.fallback import PLAIN_STEPS, ROUNDS, WARM_ROUNDS
 from dflash.types import GenerationResult, SamplingParams, StepEvent
 
-pytestmark = pytest.mark.filterwarnings("ignore:not one of:RuntimeWarning")  # most drafters here are meant to fail
+pytestmark = pytest.mark.filterwarnings("ignore:none of:RuntimeWarning")  # most drafters here are meant to fail
 
 PROMPT = [5, 17, 200, 33]
 BLOCK = make_config().block_size  # 5: the anchor and 4 slots
@@ -533,9 +533,9 @@ def test_block_sizes_other_than_the_drafters_are_served(tiny: TinyPair, oracle: 
 def test_a_drafter_that_is_never_right_raises_a_visible_warning(oracle: list[int]) -> None:
     target = scripted_target(PROMPT + oracle)
     engine = Engine(TorchBackend(), target, PlannedDrafter(lambda context, count: [0] * count))
-    with pytest.warns(RuntimeWarning, match="not one of"):
+    with pytest.warns(RuntimeWarning, match="none of"):
         result = engine.generate(PROMPT, max_new_tokens=LENGTH)
-    assert any("not one of" in note for note in result.notes)
+    assert any("none of" in note for note in result.notes)
     assert result.token_ids == oracle
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -650,9 +650,7 @@ def test_time_to_first_token_includes_the_drafters_prefill(oracle: list[int]) ->
     assert metrics.ttft is not None and 0.02 <= metrics.ttft <= metrics.total_seconds
 
 
-def test_engine_metrics_are_those_of_its_steps(
-    tiny: TinyPair, scripted: Callable[..., ScriptedDrafter]
-) -> None:
+def test_engine_metrics_are_those_of_its_steps(tiny: TinyPair, scripted: Callable[..., ScriptedDrafter]) -> None:
     metrics = tiny.engine(scripted(3)).generate(PROMPT, max_new_tokens=1 + 3 * 8).metrics
     assert metrics.per_step_accepted == (2,) * 8
     assert metrics.mean_acceptance_length == 3
@@ -698,7 +696,9 @@ def test_detail_gives_the_targets_and_the_drafters_probability_of_every_drafted_
 def test_detail_changes_no_token(tiny: TinyPair) -> None:
     engine = tiny.engine()
     for sampling in (SamplingParams(), SAMPLED):
-        runs = [engine.generate(PROMPT, max_new_tokens=20, sampling=sampling, detail=detail) for detail in (True, False)]
+        runs = [
+            engine.generate(PROMPT, max_new_tokens=20, sampling=sampling, detail=detail) for detail in (True, False)
+        ]
         assert runs[0].token_ids == runs[1].token_ids
 
 

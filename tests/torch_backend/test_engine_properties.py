@@ -17,7 +17,7 @@ from dflash.engine import Engine
 from dflash.generation import Generation
 from dflash.types import Proposal, SamplingParams
 
-pytestmark = pytest.mark.filterwarnings("ignore:not one of:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:none of:RuntimeWarning")
 
 VOCAB, BLOCK = 12, 5
 RULES = [chain_rule(VOCAB, seed) for seed in range(3)]
@@ -103,7 +103,7 @@ def follow(plan: list[list[int | None]], script: list[int]) -> Callable[[list[in
 def hold_to_contract(
     engine: Engine, stream: Generation, expected: list[int], stops: set[int], budget: int, close_after: int | None
 ) -> None:
-    """Drive ``stream``, checking state and events after every step, and its result. ``expected``: the oracle's output."""
+    """Drive ``stream``, checking state and events after every step, and its result. ``expected``: the oracle's."""
     prompt = stream._prompt_ids
     position = len(prompt)
     if close_after == 0:

@@ -78,8 +78,9 @@ def test_last_only_gives_the_last_row():
 
 
 def test_the_cache_grows_and_keeps_what_it_holds():
-    long, short = NativeTarget(make_target(max_position_embeddings=2048), (1,)), TorchTarget(
-        make_target(max_position_embeddings=2048), (1,)
+    long, short = (
+        NativeTarget(make_target(max_position_embeddings=2048), (1,)),
+        TorchTarget(make_target(max_position_embeddings=2048), (1,)),
     )
     ids = torch.randint(0, 300, (900,), generator=torch.Generator().manual_seed(4)).tolist()
     for target in (long, short):

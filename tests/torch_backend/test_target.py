@@ -260,7 +260,9 @@ def mamba() -> Any:
 
 def mamba2() -> Any:
     return Mamba2ForCausalLM(
-        Mamba2Config(vocab_size=64, hidden_size=16, num_heads=4, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=2)
+        Mamba2Config(
+            vocab_size=64, hidden_size=16, num_heads=4, head_dim=8, state_size=8, n_groups=1, num_hidden_layers=2
+        )
     )
 
 

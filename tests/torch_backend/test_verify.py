@@ -115,7 +115,9 @@ class CheapBackend(TorchBackend):
     def __init__(self, verifier: type[MatchVerifier] = MatchVerifier) -> None:
         self.chosen = verifier
 
-    def verifier(self, rule: str, sampling: SamplingParams, target: Any, *, max_new_tokens: int, detail: bool = False) -> Any:
+    def verifier(
+        self, rule: str, sampling: SamplingParams, target: Any, *, max_new_tokens: int, detail: bool = False
+    ) -> Any:
         return self.chosen(sampling, max_new_tokens=max_new_tokens, device=target.device, detail=detail)
 
     def reset_peak_memory(self, target: Any) -> None:
@@ -137,7 +139,9 @@ def sample(
     counts: Counter[tuple[int, ...]] = Counter()
     for seed in range(samples):
         params = SamplingParams(**sampling, seed=seed)
-        counts[tuple(engine.generate(PROMPT, max_new_tokens=LENGTH, sampling=params, speculate=speculate).token_ids)] += 1
+        counts[
+            tuple(engine.generate(PROMPT, max_new_tokens=LENGTH, sampling=params, speculate=speculate).token_ids)
+        ] += 1
     return counts
 
 
@@ -347,7 +351,9 @@ def test_a_block_beyond_the_numbers_drawn_ahead_is_verified() -> None:
     verifier = MatchVerifier(SamplingParams(1.0, seed=3), max_new_tokens=1, device=torch.device("cpu"))
     tokens = torch.zeros(6, dtype=torch.long)
     for _ in range(3):
-        verdict = verifier.verify(Proposal(tokens, torch.zeros(7, dtype=torch.long), 6), TargetOutput(torch.zeros(7, 3), None))
+        verdict = verifier.verify(
+            Proposal(tokens, torch.zeros(7, dtype=torch.long), 6), TargetOutput(torch.zeros(7, 3), None)
+        )
         assert len(verdict.drafted) == 6
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from dflash.checkpoint import DraftConfig, default_target_layer_ids
+from dflash.errors import TrainingError
 from dflash.recipe import Recipe
 from dflash.rope import RopeConfig
 from torch_dflash.modeling import DraftModel
@@ -51,6 +52,11 @@ def fresh_drafter(config: DraftConfig, recipe: Recipe, target: nn.Module) -> Dra
                 weight.zero_()
         if recipe.init == "target":
             sources = list(decoder_layers(target))[-config.num_hidden_layers :]
+            if len(sources) < config.num_hidden_layers:
+                raise TrainingError(
+                    f"draft_layers is {config.num_hidden_layers} and the target has {len(sources)} layers to start "
+                    "from; take fewer, or init normal"
+                )
             for layer, source in zip(model.layers, sources, strict=True):
                 theirs = dict(source.named_parameters())
                 for name, weight in layer.named_parameters():
