@@ -15,8 +15,7 @@ from typing import Any
 from dflash.engine import Engine
 from dflash.errors import PromptError, UsageError
 from dflash.metrics import Metrics, break_even, per_prompt
-from dflash.prompts import PromptSet
-from dflash.served import EvalPrompt
+from dflash.prompts import EvalPrompt, PromptSet
 from dflash.tokenizer import Prompt
 from dflash.types import GenerationResult, SamplingParams
 

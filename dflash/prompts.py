@@ -11,11 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import BackendError, PromptError, StorageError, UsageError
-from dflash.served import EvalPrompt, read_prompts
+from dflash.records import open_text
+from dflash.tokenizer import Prompt
 
 MINI = Path(__file__).parent / "prompt_sets" / "mini.jsonl"
 HUB = "hf:"
 _COLUMNS = ("prompt", "messages", "question", "text", "instruction")  # tried in this order where none is named
+
+
+@dataclass(frozen=True)
+class EvalPrompt:
+    """``prompt`` is a text (one user message), messages, or token ids."""
+
+    prompt: Prompt
+    domain: str = ""
+    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -67,6 +77,41 @@ def load_prompts(source: str, *, limit: int | None = None) -> PromptSet:
     return PromptSet(source if source == "mini" else Path(source).name, tuple(numbered))
 
 
+def read_prompts(path: str | Path) -> list[EvalPrompt]:
+    """Prompts of a JSON-lines file (``.gz`` or not): objects with ``prompt`` (text, messages or ids) or ``messages``,
+    and perhaps ``domain`` and ``id``. Raises ``PromptError`` naming the line that is none."""
+    path, prompts = Path(path), []
+    try:
+        with open_text(path, "r") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    prompts.append(_read_prompt(line, f"{path}, line {number},"))
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise PromptError(f"{path} cannot be read as prompts: {error}") from None
+    if not prompts:
+        raise PromptError(f"{path} holds no prompts")
+    return prompts
+
+
+def _read_prompt(line: str, where: str) -> EvalPrompt:
+    try:
+        raw = json.loads(line)
+    except json.JSONDecodeError:
+        raise PromptError(f"{where} is not JSON") from None
+    prompt = (raw.get("prompt") or raw.get("messages")) if isinstance(raw, dict) else None
+    if not prompt or not (isinstance(prompt, str) or _is_messages(prompt) or _is_ids(prompt)):
+        raise PromptError(f"{where} needs a prompt that is a text, a list of messages or a list of token ids")
+    return EvalPrompt(prompt, str(raw.get("domain", "")), str(raw.get("id", "")))
+
+
+def _is_messages(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(part, dict) and "role" in part for part in prompt)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return isinstance(prompt, list) and all(isinstance(part, int) and part >= 0 for part in prompt)
+
+
 def _from_hub(source: str, limit: int | None) -> PromptSet:
     address, split, column, *more = (*source.removeprefix(HUB).split(":"), "", "")
     owner, name, config, *deeper = (*address.split("/"), "", "")
@@ -96,7 +141,7 @@ def _from_hub(source: str, limit: int | None) -> PromptSet:
 
 def _hub_prompt(row: Mapping[str, Any], column: str, where: str) -> EvalPrompt:
     prompt = row[column]
-    if isinstance(prompt, list) and prompt and all(isinstance(part, dict) and "role" in part for part in prompt):
+    if prompt and _is_messages(prompt):
         return EvalPrompt(prompt)
     if not isinstance(prompt, str) or not prompt.strip():
         raise PromptError(f"{where} holds neither a text nor messages in {column}")

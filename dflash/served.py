@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from dflash.engine import Engine
 from dflash.errors import PromptError
 from dflash.metrics import Metrics, per_prompt
-from dflash.records import open_text
-from dflash.tokenizer import Prompt
+from dflash.prompts import EvalPrompt
 
 _FIGURES = ("mean_acceptance_length", "draft_acceptance_rate")
-
-
-@dataclass(frozen=True)
-class EvalPrompt:
-    """``prompt`` is a text (one user message), messages, or token ids."""
-
-    prompt: Prompt
-    domain: str = ""
-    id: str = ""
 
 
 @dataclass(frozen=True)
@@ -89,38 +77,3 @@ def evaluate(
         served = Served(tuple(prompts[: len(metrics)]), tuple(metrics), tuple(notes))
         report(served)
     return served
-
-
-def read_prompts(path: str | Path) -> list[EvalPrompt]:
-    """Prompts of a JSON-lines file (``.gz`` or not): objects with ``prompt`` (text, messages or ids) or ``messages``,
-    and perhaps ``domain`` and ``id``. Raises ``PromptError`` naming the line that is none."""
-    path, prompts = Path(path), []
-    try:
-        with open_text(path, "r") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    prompts.append(_read_prompt(line, f"{path}, line {number},"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise PromptError(f"{path} cannot be read as prompts: {error}") from None
-    if not prompts:
-        raise PromptError(f"{path} holds no prompts")
-    return prompts
-
-
-def _read_prompt(line: str, where: str) -> EvalPrompt:
-    try:
-        raw = json.loads(line)
-    except json.JSONDecodeError:
-        raise PromptError(f"{where} is not JSON") from None
-    prompt = (raw.get("prompt") or raw.get("messages")) if isinstance(raw, dict) else None
-    if not prompt or not (isinstance(prompt, str) or _is_messages(prompt) or _is_ids(prompt)):
-        raise PromptError(f"{where} needs a prompt that is a text, a list of messages or a list of token ids")
-    return EvalPrompt(prompt, str(raw.get("domain", "")), str(raw.get("id", "")))
-
-
-def _is_messages(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(part, dict) and "role" in part for part in prompt)
-
-
-def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, list) and all(isinstance(part, int) and part >= 0 for part in prompt)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from typing import Any
 
+import torch
+import transformers
 from torch import nn
 from transformers import DynamicCache
 
@@ -33,6 +36,11 @@ class RewindableCache:
             )
         if hasattr(self.inner, "activate_past_recording"):  # sliding layers then keep a margin until they are cropped
             self.inner.activate_past_recording()
+        elif any(getattr(layer, "is_sliding", False) for layer in self.inner.layers):
+            raise RewindError(
+                f"{type(model).__name__} has sliding-window layers, whose caches transformers "
+                f"{transformers.__version__} cannot rewind; newer ones (5.15 is enough) can"
+            )
 
     @property
     def length(self) -> int:
@@ -41,10 +49,10 @@ class RewindableCache:
     def rewind(self, count: int) -> None:
         """Forget the newest ``count`` tokens. Also called with 0: sliding layers drop their margin then.
 
-        ``Cache.crop`` has meant "to this length" and "this many fewer"; a negative count means the latter in every
-        release, and the length is checked all the same."""
+        ``Cache.crop`` has meant "to this length" and "this many fewer"; a negative count is the latter in every
+        release, 0 is not, and the length is checked all the same."""
         before = self.length
-        if before == 0 and count == 0:
+        if before == 0 or (count == 0 and not zero_removes_nothing()):
             return
         try:
             self.inner.crop(-count)
@@ -52,3 +60,12 @@ class RewindableCache:
             raise RewindError(f"the target's cache cannot forget {count} tokens: {error}") from error
         if self.length != before - count:
             raise RewindError(f"the target's cache holds {self.length} tokens after forgetting {count} of {before}")
+
+
+@functools.cache
+def zero_removes_nothing() -> bool:
+    """Whether ``crop(0)`` keeps everything in the installed transformers; before 5.15 or so it kept nothing."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 1, 2, 1), torch.zeros(1, 1, 2, 1), 0)
+    cache.crop(0)
+    return int(cache.get_seq_length()) == 2

@@ -22,7 +22,7 @@ from dflash.rope import SUPPORTED, RopeConfig
 from dflash.types import TargetOutput
 from torch_dflash.products import head_product
 from torch_dflash.rotary import Rotary, rotate
-from torch_dflash.target import target_info
+from torch_dflash.target import leading, target_info
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 FIRST_CAPACITY = 512
@@ -158,10 +158,7 @@ class NativeTarget:
         return weight * F.rms_norm(x.float(), weight.shape, None, self.eps).to(x.dtype)
 
     def keep(self, path: Sequence[int]) -> None:
-        kept = len(path)
-        if list(path) != list(range(kept)) or kept > self._last:
-            raise BackendError(f"this target keeps leading tokens of the last {self._last} only, not {list(path)}")
-        self.length += kept
+        self.length += leading(path, self._last)
         self._last = 0
 
     def reset(self) -> None:

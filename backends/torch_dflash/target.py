@@ -58,10 +58,7 @@ class TorchTarget:
         return TargetOutput(output.logits[0], None if features is None else features[0])
 
     def keep(self, path: Sequence[int]) -> None:
-        kept = len(path)
-        if list(path) != list(range(kept)) or kept > self._last:
-            raise BackendError(f"this target keeps leading tokens of the last {self._last} only, not {list(path)}")
-        self.cache.rewind(self._last - kept)
+        self.cache.rewind(self._last - leading(path, self._last))
         self._last = 0
 
     def reset(self) -> None:
@@ -70,6 +67,13 @@ class TorchTarget:
     def close(self) -> None:
         """Remove the hooks from the model."""
         self.taps.close()
+
+
+def leading(path: Sequence[int], last: int) -> int:
+    """How many leading tokens of the ``last`` ones ``path`` keeps; ``BackendError`` where it keeps others."""
+    if list(path) != list(range(len(path))) or len(path) > last:
+        raise BackendError(f"this target keeps leading tokens of the last {last} only, not {list(path)}")
+    return len(path)
 
 
 def target_info(model: Any, layer_ids: Sequence[int]) -> TargetInfo:

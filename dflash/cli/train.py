@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dflash.prompts import EvalPrompt
     from dflash.recipe import Recipe
-    from dflash.served import EvalPrompt
 
 HELP = "train a drafter: `data` lets the target answer prompts, `run` trains, `export` writes what a run has so far"
 
@@ -132,7 +132,7 @@ def _data(args: argparse.Namespace) -> int:
 
 def _prompts(args: argparse.Namespace) -> list[EvalPrompt]:
     from dflash.prompt_templates import template_prompts
-    from dflash.served import EvalPrompt, read_prompts
+    from dflash.prompts import EvalPrompt, read_prompts
 
     if args.prompts:
         return read_prompts(args.prompts)

@@ -90,7 +90,7 @@ def test_a_failed_save_leaves_the_old_trace_and_nothing_half_written(
 ) -> None:
     file = tmp_path / "trace.jsonl"
     Trace.of(RESULT, {"run": 1}).save(file)
-    monkeypatch.setattr("dflash.trace.open_text", lambda path, mode: open("/dev/full", "w"))
+    monkeypatch.setattr("dflash.trace.open_text", lambda path, mode: open("/dev/full", "w"))  # noqa: SIM115
     with pytest.raises(StorageError, match="cannot be written"):
         Trace.of(RESULT, {"run": 2}).save(file)
     monkeypatch.undo()

@@ -44,7 +44,7 @@ def test_a_verdict_ends_in_a_bonus_only_after_a_fully_accepted_block() -> None:
 
 def test_a_step_survives_json() -> None:
     step = StepEvent(
-        "round", 3, 17, 5, (6, 7, 8), 2, (6, 7, 9), "correction", 0.1, 0.2, 0.3, (0.5, 0.25, 1.0), (0.9, 0.8, 0.0), "é\n"
+        "round", 3, 17, 5, (6, 7, 8), 2, (6, 7, 9), "correction", 0.1, 0.2, 0.3, (0.5, 0.25, 1.0), (0.9, 0.8, 0), "é\n"
     )  # fmt: skip
     assert StepEvent.from_dict(json.loads(json.dumps(step.to_dict()))) == step
     assert step.seconds == pytest.approx(0.6)

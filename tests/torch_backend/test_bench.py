@@ -9,8 +9,7 @@ from tiny_models import VOCAB
 from dflash.bench import run_benchmark
 from dflash.environment import environment, fingerprint
 from dflash.errors import PromptError, UsageError
-from dflash.prompts import PromptSet
-from dflash.served import EvalPrompt
+from dflash.prompts import EvalPrompt, PromptSet
 from dflash.tokenizer import Tokenizer
 from dflash.types import SamplingParams
 

@@ -22,9 +22,10 @@ from dflash.checkpoint import read_json
 from dflash.engine import Engine
 from dflash.errors import TrainingError, UsageError
 from dflash.loading import load
+from dflash.prompts import EvalPrompt
 from dflash.recipe import Recipe
 from dflash.records import ResponseRecord, read_records
-from dflash.served import EvalPrompt, Served, evaluate
+from dflash.served import Served, evaluate
 from dflash.storage import sha256
 from dflash.tokenizer import Tokenizer
 from torch_dflash.target import choose_device, load_model
