@@ -8,6 +8,7 @@ only; text, chat templates and stop strings are layered on it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,7 +100,10 @@ class Engine:
         if strings and (self.tokenizer is None or not all(strings)):
             raise UsageError("stop strings need a tokenizer, and none of them may be empty")
         text = TextStream(self.tokenizer.decode, strings) if self.tokenizer else None
-        stop_ids = (() if ignore_eos else self.target.info.stop_token_ids) + tuple(stop_token_ids or ())
+        stop_ids = (
+            *(() if ignore_eos else self.target.info.stop_token_ids),
+            *_token_ids(() if stop_token_ids is None else stop_token_ids, "stop_token_ids"),
+        )
         stopper = Stopper(stop_ids, budget, text.push if text else None)
         request = Request(
             prompt=ids,
@@ -210,24 +214,24 @@ class Engine:
     # What a request may ask ------------------------------------------------------------------------------------
 
     def _prompt_ids(self, prompt: Prompt, raw: bool) -> list[int]:
-        if self.tokenizer is not None:
-            ids = self.tokenizer.encode(prompt, raw=raw)
-        elif isinstance(prompt, str) or any(isinstance(part, Mapping) for part in prompt):
+        if not isinstance(prompt, str) and not any(isinstance(part, Mapping) for part in prompt):
+            ids = _token_ids(prompt, "the prompt")
+        elif self.tokenizer is None:
             raise PromptError("this target has no tokenizer; give the prompt as a list of token ids")
         else:
-            ids = list(prompt)  # type: ignore[arg-type]
+            ids = self.tokenizer.encode(prompt, raw=raw)
         if not ids or (isinstance(prompt, str) and not prompt.strip()):
             raise PromptError("the prompt is empty; give at least one token")
         vocabulary = self.target.info.vocab_size
-        if wrong := [token for token in ids if not (isinstance(token, int) and 0 <= token < vocabulary)]:
-            raise PromptError(f"the prompt holds the id {wrong[0]!r}; the target's ids are 0 to {vocabulary - 1}")
+        if wrong := [token for token in ids if not 0 <= token < vocabulary]:
+            raise PromptError(f"the prompt holds the id {wrong[0]}; the target's ids are 0 to {vocabulary - 1}")
         if len(ids) >= (most := self.target.info.max_positions):
             raise PromptError(f"the prompt has {len(ids)} tokens; the target's context holds {most}, output included")
         return ids
 
     def _budget(self, ids: Sequence[int], max_new_tokens: int, notes: list[str]) -> int:
-        if max_new_tokens < 0:
-            raise UsageError(f"max_new_tokens is {max_new_tokens}; it must be 0 or above")
+        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+            raise UsageError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, 0 or above")
         room = self.target.info.max_positions - len(ids)
         if max_new_tokens > room:
             notes.append(f"the target's context leaves room for {room} of the {max_new_tokens} tokens asked for")
@@ -237,8 +241,8 @@ class Engine:
         made_for = self.drafter.config.block_size
         if block_size is None:
             return made_for
-        if block_size < 2:
-            raise UsageError(f"block_size is {block_size}; a block is the anchor and at least one slot, so 2 or more")
+        if not isinstance(block_size, int) or block_size < 2:
+            raise UsageError(f"block_size is {block_size!r}; a block is the anchor and at least one slot, so 2 or more")
         if block_size > made_for:
             notes.append(
                 f"block_size {block_size} is above the {made_for} this drafter was made for; expect less of it"
@@ -252,3 +256,13 @@ class Engine:
         if rule == "greedy" and not sampling.greedy:
             raise UsageError(f"verify 'greedy' needs temperature 0, and it is {sampling.temperature}; 'match' samples")
         return rule
+
+
+def _token_ids(ids: Any, what: str) -> list[int]:
+    """``ids`` as plain ints: a list, a tuple, a flat array or tensor of them."""
+    try:
+        return [operator.index(token) for token in ids]
+    except TypeError:
+        parts = ids if hasattr(ids, "__iter__") else ()
+        wrong = next((part for part in parts if not hasattr(part, "__index__")), ids)
+        raise PromptError(f"{what} must be a flat list of token ids; it holds {wrong!r}") from None

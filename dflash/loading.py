@@ -11,7 +11,7 @@ from dflash.checkpoint import DraftConfig, check_weights
 from dflash.engine import Engine
 from dflash.errors import BackendError, UsageError
 from dflash.interfaces import Backend
-from dflash.registry import find_draft, locate, resolve
+from dflash.registry import find_draft, find_local, locate, resolve
 from dflash.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ def locate_pair(
     if draft is None:
         draft = find_draft(target_name)
         if draft is None:
+            find_local(target_name, what="target")  # a name that means nothing is the likelier mistake
             raise UsageError(f"no drafter is known for the target {target_name}; name one as draft")
     return (
         locate(target_name, what="target", backend=backend),

@@ -618,6 +618,16 @@ def test_drafting_that_wins_goes_on_after_the_comparison() -> None:
     assert kinds(result)[-1] == "round"
 
 
+def test_the_first_rounds_warm_up_and_are_not_judged() -> None:
+    costs = {"draft": 500.0, "verify": 1.0, "observe": 0.25}
+    engine = timed_engine(OUTPUT, 4, costs, fallback=True)
+    for index, step in enumerate(stream := engine.stream(PROMPT, max_new_tokens=150)):
+        if index == WARM_ROUNDS:
+            costs["draft"] = 2.0
+        assert step.index == index
+    assert stream.result().notes == ()
+
+
 def test_without_fallback_a_losing_drafter_stays() -> None:
     engine = timed_engine(OUTPUT, 0, {"draft": 9.0, "verify": 1.0, "observe": 0.0})
     with pytest.warns(RuntimeWarning):
@@ -824,7 +834,7 @@ def test_text_ids_and_messages_are_the_same_prompt() -> None:
         ([{"role": "user", "content": "x"}], {}, PromptError, "no tokenizer"),
         ([5, VOCAB], {}, PromptError, f"the id {VOCAB}.*0 to {VOCAB - 1}"),
         ([-1], {}, PromptError, "the id -1"),
-        ([1.5], {}, PromptError, r"the id 1\.5"),
+        ([1.5], {}, PromptError, r"it holds 1\.5"),
         (PROMPT, {"max_new_tokens": -1}, UsageError, "max_new_tokens is -1"),
         (PROMPT, {"block_size": 1}, UsageError, "block_size is 1"),
         (PROMPT, {"block_size": -3}, UsageError, "block_size is -3"),
@@ -865,3 +875,19 @@ def test_the_check_of_the_invariants_can_fail(tiny: TinyPair, monkeypatch: pytes
     monkeypatch.setattr(tiny.target, "keep", lambda path: keep(range(max(len(path) - 1, 0))))
     with pytest.raises(AssertionError, match="the target holds"):
         tiny.engine().generate(PROMPT, max_new_tokens=12)
+
+
+def test_prompts_and_options_of_any_integer_kind_and_no_other() -> None:
+    pair = TinyPair()
+    engine, prompt = pair.engine(), [5, 9, 23]
+    expected = engine.generate(prompt, max_new_tokens=4, ignore_eos=True).token_ids
+    for same in (tuple(prompt), torch.tensor(prompt), torch.tensor(prompt).numpy()):
+        assert engine.generate(same, max_new_tokens=4, ignore_eos=True).token_ids == expected
+    for wrong in ([prompt], [1.5], torch.tensor([prompt])):
+        with pytest.raises(PromptError, match="flat list of token ids"):
+            engine.generate(wrong)
+    with pytest.raises(PromptError, match="stop_token_ids must be"):
+        engine.generate(prompt, stop_token_ids=7)
+    for option in ({"max_new_tokens": 1.5}, {"max_new_tokens": "3"}, {"block_size": 2.5}):
+        with pytest.raises(UsageError, match="is "):
+            engine.generate(prompt, **option)

@@ -239,6 +239,8 @@ def test_rejections_across_a_sliding_windows_wrap_leave_no_trace(make: Any, prom
         target.keep(range(kept))
         position += kept
         assert target.length == position
+        sliding = [layer for layer in target.cache.inner.layers if layer.is_sliding]
+        assert sliding and all(layer.keys.shape[-2] <= WINDOW - 1 for layer in sliding), "the margin must go again"
         kept = kept % BLOCK + 1
 
 
