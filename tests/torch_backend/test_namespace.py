@@ -51,3 +51,31 @@ def test_transformers_imports_a_model_from_the_repository_root(tmp_path: Path) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "Qwen3ForCausalLM"
+
+
+@pytest.mark.slow
+def test_the_real_kernels_package_lives_beside_ours(tmp_path: Path) -> None:
+    from transformers.dependency_versions_table import deps
+
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(tmp_path),
+        deps["kernels"],
+    ]
+    if subprocess.run(install, capture_output=True, stdin=subprocess.DEVNULL).returncode:
+        pytest.skip(f"{deps['kernels']} cannot be had here")
+    assert (tmp_path / "kernels" / "__init__.py").exists()
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.append({str(tmp_path)!r}); {IMPORTS}"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "Qwen3ForCausalLM"
