@@ -151,7 +151,7 @@ class Engine:
 
     def _prefill(self, request: Request, clock: Clock) -> StepEvent:
         """The prompt through the target in chunks, its features into the drafter, and the first token."""
-        begun = clock.mark()
+        begun = clock.now()
         self.target.reset()
         self.drafter.reset()
         self.target.tapping = request.speculate
@@ -163,24 +163,23 @@ class Engine:
                 self.drafter.observe(output.features, len(chunk))
         anchor = request.prompt[-1]
         verdict = request.verifier.verify(self.backend.plain_proposal(anchor, self.target), output)
-        ended = clock.mark()
+        seconds = clock.now() - begun
         committed = request.stopper.cut((verdict.next_token,))
-        seconds = clock.seconds(begun, ended)
         return StepEvent("prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, seconds, 0.0)
 
     def _round(self, request: Request, clock: Clock, anchor: int, speculate: bool) -> StepEvent:
         """One round (or, without a draft, one plain step) of the paper."""
         target, drafter, stopper = self.target, self.drafter, request.stopper
-        begun = clock.mark()
+        begun, before_draft = clock.now(), clock.mark()
         if speculate:
             count = min(request.block_size - 1, stopper.left)
             proposal = drafter.propose(anchor, count, request.sampling, detail=request.detail)
         else:
             proposal = self.backend.plain_proposal(anchor, target)
-        drafted = clock.mark()
+        after_draft = clock.mark()
         output = target.forward(proposal.block)
         verdict = request.verifier.verify(proposal, output)
-        verified = clock.mark()
+        verified = clock.now()
 
         accepted = verdict.accepted
         committed = stopper.cut((*verdict.drafted[:accepted], verdict.next_token))
@@ -188,7 +187,7 @@ class Engine:
         target.keep(range(kept))
         if target.tapping:
             drafter.observe(output.features, kept)
-        ended = clock.mark()
+        draft_seconds = clock.seconds(before_draft, after_draft) if speculate else 0.0
         return StepEvent(
             kind="round" if speculate else "plain",
             index=0,
@@ -198,9 +197,9 @@ class Engine:
             accepted=min(accepted, kept),
             committed=committed,
             next_kind=verdict.kind if speculate and kept > accepted else None,
-            draft_seconds=clock.seconds(begun, drafted) if speculate else 0.0,
-            verify_seconds=clock.seconds(drafted if speculate else begun, verified),
-            overhead_seconds=clock.seconds(verified, ended),
+            draft_seconds=draft_seconds,
+            verify_seconds=verified - begun - draft_seconds,
+            overhead_seconds=clock.now() - verified,
             draft_probs=verdict.draft_probs,
             target_probs=verdict.target_probs,
         )

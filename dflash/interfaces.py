@@ -77,11 +77,18 @@ class Verifier(Protocol):
 
 
 class Clock(Protocol):
-    """Device time without extra synchronisation: marks are placed in a round and read after the verdict."""
+    """A round's time without extra synchronisation. The verdict waits for the device, so that the host's ``now`` after
+    it is the device's too; marks in between are placed without waiting and read after it."""
+
+    def now(self) -> float:
+        """Seconds on the host."""
+        ...
 
     def mark(self) -> Any: ...
 
-    def seconds(self, start: Any, end: Any) -> float: ...
+    def seconds(self, start: Any, end: Any) -> float:
+        """Device seconds between two marks that both lie before a verdict."""
+        ...
 
 
 class Backend(Protocol):

@@ -56,7 +56,7 @@ class TorchBackend:
         block = torch.tensor([anchor], device=target.device)
         return Proposal(block[1:], block, 0)
 
-    def clock(self, target: ServedTarget) -> CpuClock | CudaClock:
+    def clock(self, target: ServedTarget) -> CpuClock:
         return CudaClock() if target.device.type == "cuda" else CpuClock()
 
     def peak_memory(self, target: ServedTarget) -> int:
@@ -86,16 +86,18 @@ def serve_target(model: nn.Module, layer_ids: Sequence[int], *, native: bool = T
 class CpuClock:
     """Wall time: on a CPU an operation has ended when it returns."""
 
-    def mark(self) -> float:
+    def now(self) -> float:
         return time.perf_counter()
 
-    def seconds(self, start: float, end: float) -> float:
-        return end - start
+    def mark(self) -> Any:
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        return float(end - start)
 
 
-class CudaClock:
-    """CUDA events, placed without waiting. ``seconds`` waits for its ``end`` mark, which lies before the verdict's own
-    wait except for the last few operations of a round."""
+class CudaClock(CpuClock):
+    """Marks are CUDA events, placed without waiting."""
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
@@ -103,7 +105,6 @@ class CudaClock:
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        end.synchronize()
         return float(start.elapsed_time(end)) / 1000
 
 

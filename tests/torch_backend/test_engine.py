@@ -546,13 +546,15 @@ class FakeClock:
     """Reads the time that target and drafter pretend to have spent."""
 
     def __init__(self, costs: dict[str, float]) -> None:
-        self.costs, self.now = costs, 0.0
+        self.costs, self.spent = costs, 0.0
 
     def spend(self, what: str) -> None:
-        self.now += self.costs[what]
+        self.spent += self.costs[what]
 
-    def mark(self) -> float:
-        return self.now
+    def now(self) -> float:
+        return self.spent
+
+    mark = now
 
     def seconds(self, start: float, end: float) -> float:
         return end - start
