@@ -177,7 +177,7 @@ class DraftConfig:
             causal=_read_causality(raw, nested, layer_types),
             max_position_embeddings=_whole("max_position_embeddings", raw.get("max_position_embeddings", 32768)),
             dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
-            extra={key: raw[key] for key in ("dflash_lab",) if key in raw},
+            extra={"dflash_lab": raw["dflash_lab"]} if isinstance(raw.get("dflash_lab"), Mapping) else {},
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -240,7 +240,7 @@ def _draft_dtype(facts: Facts) -> Result:
     if found != {stated}:
         return (
             "warn",
-            f"config.json says {stated} and the weights are {', '.join(sorted(found))}; dflash convert mends it",
+            f"config.json says {stated} and the weights are {', '.join(sorted(found))}; it should say what they are",
         )
     return "ok", stated
 
@@ -293,8 +293,7 @@ def _block(facts: Facts) -> Result:
 
 
 def _template(facts: Facts) -> Result:
-    recorded = _config(facts).extra.get("dflash_lab", {})
-    wanted = recorded.get("template_sha256") if isinstance(recorded, Mapping) else None
+    wanted = _config(facts).extra.get("dflash_lab", {}).get("template_sha256")
     template = facts.template
     if template is None:
         return "warn", "the target has no chat template; prompts are taken as plain text"

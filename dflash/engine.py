@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import Any
 
 from dflash.detokenizer import TextStream
@@ -213,7 +214,8 @@ class Engine:
     # What a request may ask ------------------------------------------------------------------------------------
 
     def _prompt_ids(self, prompt: Prompt, raw: bool) -> list[int]:
-        if not isinstance(prompt, str) and not any(isinstance(part, Mapping) for part in prompt):
+        messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not isinstance(prompt, str) and not messages:
             ids = _token_ids(prompt, "the prompt")
         elif self.tokenizer is None:
             raise PromptError("this target has no tokenizer; give the prompt as a list of token ids")
@@ -229,24 +231,24 @@ class Engine:
         return ids
 
     def _budget(self, ids: Sequence[int], max_new_tokens: int, notes: list[str]) -> int:
-        if not isinstance(max_new_tokens, int) or max_new_tokens < 0:
+        if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
             raise UsageError(f"max_new_tokens is {max_new_tokens!r}; it must be a whole number, 0 or above")
         room = self.target.info.max_positions - len(ids)
         if max_new_tokens > room:
             notes.append(f"the target's context leaves room for {room} of the {max_new_tokens} tokens asked for")
-        return min(max_new_tokens, room)
+        return int(min(max_new_tokens, room))
 
     def _block_size(self, block_size: int | None, notes: list[str]) -> int:
         made_for = self.drafter.config.block_size
         if block_size is None:
             return made_for
-        if not isinstance(block_size, int) or block_size < 2:
+        if not isinstance(block_size, Integral) or block_size < 2:
             raise UsageError(f"block_size is {block_size!r}; a block is the anchor and at least one slot, so 2 or more")
         if block_size > made_for:
             notes.append(
                 f"block_size {block_size} is above the {made_for} this drafter was made for; expect less of it"
             )
-        return block_size
+        return int(block_size)
 
     def _rule(self, verify: str | None, sampling: SamplingParams) -> str:
         rule = verify or ("greedy" if sampling.greedy else "match")

@@ -5,19 +5,14 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dflash.checkpoint import DraftConfig, check_weights
 from dflash.engine import Engine
 from dflash.errors import BackendError, UsageError
 from dflash.interfaces import Backend
-from dflash.registry import find_draft, find_local, locate, resolve
+from dflash.registry import BUNDLED, find_draft, find_local, locate, resolve
 from dflash.tokenizer import Tokenizer
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-DEFAULT_PAIR = "smollm2-135m"
 
 
 def installed_backends() -> list[str]:
@@ -44,31 +39,27 @@ def find_backend(name: str = "auto") -> Backend:
     return backend
 
 
-def locate_pair(
-    pair: str | None, target: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None, backend: Backend
-) -> tuple[Path, Path]:
-    """Local folders of target and drafter, fetched where needed. Raises ``UsageError`` or ``ModelNotFoundError``."""
+def choose_pair(
+    pair: str | None, target: str | os.PathLike[str] | None, draft: str | os.PathLike[str] | None
+) -> tuple[str, str]:
+    """The sources of target and drafter that these mean, completed from the registry. Raises ``UsageError`` or
+    ``ModelNotFoundError``."""
     if pair is not None and (target or draft):
         raise UsageError("give either the name of a pair, or a target and a draft")
     if target is None and draft is None:
-        name = pair or DEFAULT_PAIR
-        known = resolve(name)
-        if known is None:  # a target alone
-            target = name
-        else:
-            target, draft = known.target, known.draft
+        name = pair or BUNDLED.name
+        if known := resolve(name):
+            return known.target, known.draft
+        target = name  # a target alone
     if target is None:
         raise UsageError(f"the draft {draft} needs a target to draft for; name it as target")
-    target_name = os.fspath(target)
-    if draft is None:
-        draft = find_draft(target_name)
-        if draft is None:
-            find_local(target_name, what="target")  # a name that means nothing is the likelier mistake
-            raise UsageError(f"no drafter is known for the target {target_name}; name one as draft")
-    return (
-        locate(target_name, what="target", backend=backend),
-        locate(os.fspath(draft), what="draft", backend=backend),
-    )
+    source = os.fspath(target)
+    if draft is not None:
+        return source, os.fspath(draft)
+    if found := find_draft(source):
+        return source, found
+    find_local(source, what="target")  # a name that means nothing is the likelier mistake
+    raise UsageError(f"no drafter is known for the target {source}; name one as draft")
 
 
 def load(
@@ -88,15 +79,17 @@ def load(
     ``float32``, ``float16`` or ``bfloat16`` (``auto``: float32 on a CPU, else the target's own). ``options`` go to
     ``Engine``. Raises a ``DFlashError`` that says what is wrong and what would be right."""
     chosen = find_backend(backend)
-    target_folder, draft_folder = locate_pair(pair, target, draft, chosen)
+    target_source, draft_source = choose_pair(pair, target, draft)
+    target_folder = locate(target_source, what="target", backend=chosen)
+    draft_folder = locate(draft_source, what="draft", backend=chosen)
     config = DraftConfig.load(draft_folder)
     check_weights(draft_folder, config)
     model = chosen.load_target(target_folder, device=device, dtype=dtype, layer_ids=config.target_layer_ids)
     drafter = chosen.load_drafter(draft_folder, config, model)
     tokenizer = Tokenizer.load(target_folder)
     facts = {
-        "target": str(target or pair or DEFAULT_PAIR),
-        "draft": str(draft or pair or DEFAULT_PAIR),
+        "target": target_source,
+        "draft": draft_source,
         "target_folder": str(target_folder),
         "draft_folder": str(draft_folder),
         "backend": chosen.name,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -86,7 +87,7 @@ def read_prompts(path: str | Path) -> list[EvalPrompt]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     prompts.append(_read_prompt(line, f"{path}, line {number},"))
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise PromptError(f"{path} cannot be read as prompts: {error}") from None
     if not prompts:
         raise PromptError(f"{path} holds no prompts")

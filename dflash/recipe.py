@@ -81,7 +81,10 @@ class Recipe:
         known = {field.name for field in fields(cls)}
         if unknown := sorted(set(raw) - known):
             raise TrainingError(f"the recipe has the unknown key {', '.join(unknown)}")
-        return cls(**raw)
+        try:
+            return cls(**raw)
+        except TypeError as error:
+            raise TrainingError(f"the recipe lacks a value or has one of the wrong kind: {error}") from None
 
     @property
     def fingerprint(self) -> str:

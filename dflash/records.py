@@ -8,7 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -90,7 +90,7 @@ def iter_records(path: str | Path) -> Iterator[ResponseRecord]:
                     yield ResponseRecord.from_dict(json.loads(line))
                 except (ValueError, TypeError, AttributeError) as error:
                     raise TrainingError(f"{path}, line {number}, is not a response record: {error}") from None
-    except (OSError, EOFError, zlib.error) as error:
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
         raise TrainingError(f"{path} cannot be read as response records: {error}") from None
 
 
@@ -100,13 +100,3 @@ def read_records(paths: Sequence[str | Path]) -> list[ResponseRecord]:
     if not records:
         raise TrainingError(f"{', '.join(map(str, paths))} holds no response records")
     return records
-
-
-def write_records(path: str | Path, records: Iterable[ResponseRecord]) -> int:
-    """Write ``records`` to ``path``, replacing it; returns how many."""
-    count = 0
-    with open_text(Path(path), "w") as stream:
-        for record in records:
-            stream.write(record.to_json() + "\n")
-            count += 1
-    return count

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dflash.errors import PromptError
+from dflash.errors import CheckpointError, PromptError
 
 Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -20,13 +20,17 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer in ``folder``; None where it holds none (prompts are ids then)."""
+        """The tokenizer in ``folder``; None where it holds none (prompts are ids then). Raises ``CheckpointError``."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
         if not any((folder / name).exists() for name in names):
             return None
         from transformers import AutoTokenizer
 
-        return cls(AutoTokenizer.from_pretrained(str(folder)))
+        try:
+            return cls(AutoTokenizer.from_pretrained(str(folder)))
+        except Exception as error:  # transformers raises many kinds; each is about this folder
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {reason[0]}") from error
 
     @property
     def chat_template(self) -> str | None:

@@ -57,7 +57,7 @@ class TorchBackend:
         return Proposal(block[1:], block, 0)
 
     def clock(self, target: ServedTarget) -> CpuClock:
-        return CudaClock() if target.device.type == "cuda" else CpuClock()
+        return CudaClock(target.device) if target.device.type == "cuda" else CpuClock()
 
     def peak_memory(self, target: ServedTarget) -> int:
         return peak_memory(target.device)
@@ -97,11 +97,14 @@ class CpuClock:
 
 
 class CudaClock(CpuClock):
-    """Marks are CUDA events, placed without waiting."""
+    """Marks are CUDA events on the target's device, placed without waiting."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
 
     def mark(self) -> Any:
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self.device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:

@@ -26,9 +26,9 @@ class TorchDrafter:
     """Implements ``dflash.interfaces.Drafter`` around a ``DraftModel``; ``embedding`` and ``head`` [V, H] are the
     target's. ``projection`` is the model's own: features [n, K*H] → context [n, H]."""
 
-    def __init__(self, model: DraftModel, embedding: Tensor, head: Tensor, embedding_scale: float = 1.0) -> None:
+    def __init__(self, model: DraftModel, embedding: Tensor, head: Tensor) -> None:
         self.model, self.config = model.eval().requires_grad_(False), model.config
-        self.embedding, self.head, self.embedding_scale = embedding, head, embedding_scale
+        self.embedding, self.head = embedding, head
         self.device, self.dtype = model.fc.weight.device, model.fc.weight.dtype
         self.rotary = Rotary(self.config.rope, self.config.head_dim, self.device)
         self.projection = model.project
@@ -74,7 +74,7 @@ class TorchDrafter:
             self._masks = self._masks[:1].expand(rows)
         ids = self._masks[:rows].clone()
         ids[0] = anchor
-        x = (F.embedding(ids, self.embedding) * self.embedding_scale).to(self.dtype)[None]
+        x = F.embedding(ids, self.embedding).to(self.dtype)[None]
         tables = self.rotary.range(self.length, end)
         masks = attention_masks(self.config, rows, end, self.device)
         for index, layer in enumerate(self.model.layers):

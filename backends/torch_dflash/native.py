@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dflash.errors import BackendError
-from dflash.rope import SUPPORTED, RopeConfig
+from dflash.errors import BackendError, ConfigError
+from dflash.rope import RopeConfig
 from dflash.types import TargetOutput
 from torch_dflash.products import head_product
 from torch_dflash.rotary import Rotary, rotate
@@ -37,9 +37,10 @@ def reason_against(model: Any) -> str | None:
         return f"hidden_act is {config.hidden_act!r}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "some of its layers have sliding attention"
-    kind = (config.rope_parameters or {}).get("rope_type", "default")
-    if kind not in SUPPORTED:
-        return f"its rope_type is {kind!r}"
+    try:
+        _rope(config)
+    except ConfigError as error:
+        return str(error)
     if any(type(module) is not nn.Linear for name, module in model.named_modules() if name.endswith("_proj")):
         return "its projections are quantised or wrapped"
     return None

@@ -43,20 +43,21 @@ class MatchVerifier:
         count, logits = proposal.count, output.logits
         choices = self._choices(logits)
         stands = (proposal.tokens == choices[:count]).long().cumprod(0).sum()
-        parts = [stands[None], choices[stands][None], proposal.tokens]
+        next_token = choices.gather(0, stands[None])  # indexing by ``stands`` would wait for it on the host
+        parts = [stands[None], next_token, proposal.tokens]
         if self.detail:
             parts = [part.double() for part in parts]
             if proposal.probs is not None:
                 parts.append(proposal.probs.double())
             chances = logits.float().softmax(-1) if self.sampling.greedy else shape_probabilities(logits, self.sampling)
             parts.append(chances[:count].gather(-1, proposal.tokens[:, None])[:, 0].double())
-        accepted, next_token, *rest = torch.cat(parts).tolist()  # the round's one wait for the device
+        accepted, chosen, *rest = torch.cat(parts).tolist()  # the round's one wait for the device
         self._position += int(accepted) + 1
         drafted = tuple(int(token) for token in rest[:count])
         return Verdict(
             drafted=drafted,
             accepted=int(accepted),
-            next_token=int(next_token),
+            next_token=int(chosen),
             draft_probs=tuple(rest[count : 2 * count]) if self.detail and proposal.probs is not None else None,
             target_probs=tuple(rest[len(rest) - count :]) if self.detail and count else None,
         )

@@ -10,6 +10,7 @@ one turn.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     chat = Chat(engine, options, args.system)
     interactive = sys.stdin.isatty()
     if interactive:
-        import readline  # noqa: F401  # line editing and history for input()
+        with contextlib.suppress(ImportError):  # Windows has none
+            import readline  # noqa: F401  # line editing and history for input()
 
         common.say(COMMANDS)
     while True:

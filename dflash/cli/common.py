@@ -7,8 +7,6 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,11 +154,6 @@ def result_of(generation: Generation) -> GenerationResult:
     """The result of a generation; what it warns of stands in its notes too, which a command shows."""
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
         return generation.result()
-
-
-@contextmanager
-def nothing() -> Iterator[None]:
-    yield
 
 
 class Interruption:

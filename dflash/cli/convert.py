@@ -1,4 +1,4 @@
-"""``dflash convert``: a drafter in an old native spelling, written anew."""
+"""Rewrite a native drafter of any old spelling into the current one. Its weights are copied byte for byte."""
 
 from __future__ import annotations
 

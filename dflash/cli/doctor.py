@@ -1,4 +1,4 @@
-"""``dflash doctor``: every check of a pair, with its result."""
+"""Check a target and a drafter against each other from their files alone: every check, with its result."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ def run(args: argparse.Namespace) -> int:
     import json
 
     from dflash.doctor import examine
+    from dflash.loading import choose_pair
 
-    target, draft = _sources(args)
+    target, draft = choose_pair(args.pair, args.target, args.draft)
     checks = examine(target, draft)
     failed = [check for check in checks if check.status == "fail"]
     if args.json:
@@ -41,26 +42,3 @@ def run(args: argparse.Namespace) -> int:
     warned = sum(check.status == "warn" for check in checks)
     console.print(f"{len(checks)} checks: {len(failed)} failed, {warned} warned", soft_wrap=True)
     return 1 if failed else 0
-
-
-def _sources(args: argparse.Namespace) -> tuple[str, str]:
-    """Target and draft sources, completed from the registry like ``dflash.load`` does."""
-    from dflash.errors import ModelNotFoundError, UsageError
-    from dflash.registry import BUNDLED, PAIRS, find_draft, resolve
-
-    if args.pair and (args.target or args.draft):
-        raise UsageError("give either the name of a pair, or --target and --draft")
-    if args.draft and not args.target:
-        raise UsageError(f"the draft {args.draft} needs a target to draft for; add --target")
-    if args.target:
-        draft = args.draft or find_draft(args.target)
-        if draft is None:
-            raise UsageError(f"no drafter is known for the target {args.target}; add --draft")
-        return args.target, draft
-    pair = resolve(args.pair or BUNDLED.name)
-    if pair is None:
-        known = ", ".join(pair.name for pair in PAIRS)
-        raise ModelNotFoundError(
-            f"there is no pair {args.pair!r}; known are {known}; models go into --target and --draft"
-        )
-    return pair.target, pair.draft

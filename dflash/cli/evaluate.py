@@ -1,4 +1,4 @@
-"""``dflash evaluate``: a pair's served acceptance on a set of prompts, by domain."""
+"""Measure a pair's served acceptance on a set of prompts, by domain."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     import json
+    import warnings
     from dataclasses import asdict
 
     from dflash.cli.progress import Bar
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace) -> int:
     records = read_records([args.heldout]) if args.heldout else []
     options = decoding_of(args)
     engine = load_engine(args)
-    with Bar("prompts") as bar:
+    with warnings.catch_warnings(action="ignore", category=RuntimeWarning), Bar("prompts") as bar:  # the notes say it
 
         def report(part: Served) -> None:
             tau = part.overall.mean_acceptance_length

@@ -176,11 +176,13 @@ def _compare(
     engine: Engine, prompt: str, options: dict[str, Any], result: GenerationResult, interruption: common.Interruption
 ) -> Comparison | None:
     """The same request decoded plainly; None where Ctrl-C came first."""
+    from contextlib import nullcontext
+
     from dflash.cli.render import Comparison
 
     console = common.stderr()
     with (
-        console.status("decoding plainly, for comparison …") if console.is_terminal else common.nothing(),
+        console.status("decoding plainly, for comparison …") if console.is_terminal else nullcontext(),
         engine.stream(prompt, **options, speculate=False) as generation,
     ):
         for _ in generation:

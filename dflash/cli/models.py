@@ -1,4 +1,4 @@
-"""``dflash models``: the pairs known by name and where they live."""
+"""List the pairs known by name and where they live."""
 
 from __future__ import annotations
 

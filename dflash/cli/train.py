@@ -1,4 +1,4 @@
-"""``dflash train``: responses from the target, the training run, and the drafter's folder."""
+"""Train a drafter: responses from the target, the training run, and the drafter's folder."""
 
 from __future__ import annotations
 
@@ -26,9 +26,13 @@ RECIPE_FLAGS = {
     "max_length": "longer sequences are left out",
     "heldout_rows": "sequences never trained on",
     "learning_rate": "its peak",
+    "warmup": "share of the steps in which it rises to it",
+    "weight_decay": "of AdamW",
+    "clip": "largest norm of a gradient",
     "gamma": "decay of the slots' weights (0: the paper's)",
     "loss_vocab": "full, or seen: the softmax covers only tokens of the data",
     "soft_labels": "share of the loss that follows the target's own distribution",
+    "loss_chunk": "slots whose logits are in memory at a time",
     "init": "target: start from copies of the target's last layers; or normal",
     "precision": "float32, or bfloat16 products",
     "seed": "of weights, order and anchors",
@@ -95,13 +99,14 @@ def _data(args: argparse.Namespace) -> int:
     from dflash.tokenizer import Tokenizer
 
     prompts = _prompts(args)
+    backend = find_backend("torch")
     from torch_dflash.target import load_model, stop_token_ids
     from torch_dflash.training.regenerate import Progress, PromptIds, Settings, regenerate
 
     settings = Settings(args.max_new_tokens, args.batch_rows, args.temperature, args.share, args.seed)
-    folder = locate(args.target, what="target", backend=find_backend("torch"))
+    folder = locate(args.target, what="target", backend=backend)
     tokenizer = Tokenizer.load(folder)
-    if tokenizer is None and any(isinstance(part, str) for prompt in prompts for part in prompt.prompt):
+    if tokenizer is None and not all(isinstance(part, int) for prompt in prompts for part in prompt.prompt):
         raise PromptError(f"{folder} has no tokenizer; give the prompts as lists of token ids")
     ids = [
         PromptIds(tuple(tokenizer.encode(prompt.prompt) if tokenizer else prompt.prompt), prompt.domain)  # type: ignore[arg-type]
@@ -149,22 +154,22 @@ def _train(args: argparse.Namespace) -> int:
 
     from dflash.cli.common import Interruption
     from dflash.cli.progress import Bar, duration
+    from dflash.loading import find_backend
     from dflash.prompts import load_prompts
+    from dflash.registry import locate
     from dflash.served import Served
 
     training = args.action == "run"
     folder = args.out if training else args.folder
     source, files = _sources(args, folder)
     chosen = [load_prompts(args.prompts)] if args.prompts else []
+    backend = find_backend("torch")
 
     from torch_dflash.training.run import Ending, Job, View
     from torch_dflash.training.run import run as run_job
     from torch_dflash.training.trainer import Progress
 
-    from dflash.loading import find_backend
-    from dflash.registry import locate
-
-    target = locate(source, what="target", backend=find_backend("torch"))
+    target = locate(source, what="target", backend=backend)
     local = Path(source).expanduser().is_dir()
     recipe = _recipe(args, folder, target, files)
     job = Job(

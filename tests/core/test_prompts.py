@@ -1,5 +1,6 @@
 """Prompt sets: the one that ships, files, the hub; their hashes and how a part is taken."""
 
+import gzip
 import json
 import sys
 from collections import Counter
@@ -62,6 +63,11 @@ def test_a_file_that_is_missing_or_empty_is_one_sentence(tmp_path):
         load_prompts(str(tmp_path / "absent.jsonl"))
     with pytest.raises(PromptError, match="holds no prompts"):
         load_prompts(write(tmp_path / "empty.jsonl"))
+    damaged = bytearray(gzip.compress(MINI.read_bytes()))
+    damaged[100:200] = bytes(100)
+    (tmp_path / "damaged.jsonl.gz").write_bytes(damaged)
+    with pytest.raises(PromptError, match=r"damaged.jsonl.gz cannot be read"):
+        load_prompts(str(tmp_path / "damaged.jsonl.gz"))
 
 
 class Rows(list):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dflash.errors import TrainingError
-from dflash.records import ResponseRecord, iter_records, read_records, write_records
+from dflash.records import ResponseRecord, iter_records, open_text, read_records
 
 RECORDS = [
     ResponseRecord((5, 6, 7), (8, 9, 2), "math", 0.0, True, "k1"),
@@ -18,7 +18,8 @@ RECORDS = [
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.jsonl.gz"])
 def test_written_records_read_back_equal(tmp_path, name):
-    assert write_records(tmp_path / name, RECORDS) == 2
+    with open_text(tmp_path / name, "w") as stream:
+        stream.writelines(record.to_json() + "\n" for record in RECORDS)
     assert list(iter_records(tmp_path / name)) == RECORDS
     assert read_records([tmp_path / name, tmp_path / name]) == RECORDS * 2
 
@@ -47,6 +48,9 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(TrainingError, match=r"cut\.jsonl\.gz"):
         read_records([tmp_path / "cut.jsonl.gz"])
+    (tmp_path / "latin.jsonl").write_bytes(b'{"domain":"caf\xe9"}\n')
+    with pytest.raises(TrainingError, match=r"latin\.jsonl cannot be read"):
+        read_records([tmp_path / "latin.jsonl"])
     (tmp_path / "empty.jsonl").write_text("")
     with pytest.raises(TrainingError, match="no response records"):
         read_records([tmp_path / "empty.jsonl"])

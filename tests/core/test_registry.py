@@ -30,6 +30,7 @@ from dflash.cli import convert as convert_command
 from dflash.cli import models as models_command
 from dflash.convert import convert
 from dflash.errors import BackendError, DialectError, ModelNotFoundError, StorageError, UsageError, WeightsError
+from dflash.loading import choose_pair
 from dflash.registry import PAIRS, find_draft, find_local, locate, resolve
 
 GGUF = b"GGUF" + bytes(range(200))
@@ -143,6 +144,15 @@ def test_pairs_are_found_by_name_and_drafters_by_target(cache: Path) -> None:
     assert find_draft("gpt2") is None
     assert len({pair.name for pair in PAIRS}) == len(PAIRS)
     assert all(pair.name == pair.name.casefold() for pair in PAIRS)
+
+
+def test_a_request_names_both_models_by_their_own_sources(cache: Path) -> None:
+    qwen = ("Qwen/Qwen3-8B", "z-lab/Qwen3-8B-DFlash-b16")
+    assert choose_pair(None, None, None) == ("smollm2-135m", "smollm2-135m")
+    assert choose_pair("Qwen3-8B", None, None) == choose_pair(None, "Qwen/Qwen3-8B", None) == qwen
+    assert choose_pair(None, Path("here"), "there") == ("here", "there")
+    with pytest.raises(UsageError, match="give either"):
+        choose_pair("qwen3-8b", "here", None)
 
 
 def test_an_existing_folder_is_itself(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """The commands a person uses: generate, chat and bench on a tiny pair saved as folders."""
 
+import contextlib
 import io
 import json
 import os
@@ -434,6 +435,17 @@ def test_a_reader_that_goes_away_is_no_error(scripted, monkeypatch):
     with io.TextIOWrapper(os.fdopen(writer, "wb"), encoding="utf-8") as stream:
         monkeypatch.setattr("sys.stdout", stream)
         assert main(["generate", "hi", "--max-new-tokens", "12"]) == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_behind_stdout_is_one_sentence(capsys, scripted, monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115 (closing it fails, too)
+    with monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", full)
+        assert main(["generate", "hi", "--max-new-tokens", "4"]) == 1
+    with contextlib.suppress(OSError):
+        full.close()
+    assert capsys.readouterr().err.splitlines()[-1] == "dflash: error: No space left on device"
 
 
 def test_colour_is_for_terminals(capsys, scripted, monkeypatch):

@@ -885,7 +885,9 @@ def test_prompts_and_options_of_any_integer_kind_and_no_other() -> None:
     expected = engine.generate(prompt, max_new_tokens=4, ignore_eos=True).token_ids
     for same in (tuple(prompt), torch.tensor(prompt), torch.tensor(prompt).numpy()):
         assert engine.generate(same, max_new_tokens=4, ignore_eos=True).token_ids == expected
-    for wrong in ([prompt], [1.5], torch.tensor([prompt])):
+    four = torch.tensor([4]).numpy()[0]
+    assert engine.generate(prompt, max_new_tokens=four, block_size=four, ignore_eos=True).token_ids == expected
+    for wrong in ([prompt], [1.5], torch.tensor([prompt]), None, [5, {"role": "user"}]):
         with pytest.raises(PromptError, match="flat list of token ids"):
             engine.generate(wrong)
     with pytest.raises(PromptError, match="stop_token_ids must be"):

@@ -112,6 +112,10 @@ def test_a_model_it_cannot_serve_is_named():
     with pytest.raises(BackendError, match="mistral"):
         NativeTarget(model, (0,))
     assert isinstance(serve_target(model, (0,)), TorchTarget)
+    stretched = make_target("llama", rope_parameters=dict(rope_type="dynamic", rope_theta=1e4, factor=2.0))
+    with pytest.raises(BackendError, match="rope_type is 'dynamic'"):
+        NativeTarget(stretched, (0,))
+    assert isinstance(serve_target(stretched, (0,)), TorchTarget)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])

@@ -160,6 +160,11 @@ def test_bad_requests_are_refused(target, tmp_path):
     (tmp_path / "b.jsonl").write_text("no record\n")
     with pytest.raises(TrainingError, match="line 1"):
         resume_keys(tmp_path / "b.jsonl")
+    for foreign in ("no record\nat all", "one line without an end"):
+        (tmp_path / "c.txt").write_text(foreign)
+        with pytest.raises(TrainingError, match=r"c\.txt"):
+            resume_keys(tmp_path / "c.txt")
+        assert (tmp_path / "c.txt").read_text() == foreign, "a file that is not ours stays as it is"
     with pytest.raises(TrainingError, match="share is 2"):
         Settings(share=2)
     with pytest.raises(TrainingError, match="temperature is 0"):

@@ -17,6 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import PlannedDrafter, RuleTarget, chain_rule, make_config
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_dflash.backend import TorchBackend
 from torch_dflash.sampling import draw, shape_probabilities
 from torch_dflash.verify import MatchVerifier
@@ -345,6 +346,26 @@ def test_detail_tells_the_probabilities_behind_the_first_rejection_too() -> None
     unlikely = 1 / (math.exp(9) + VOCAB - 1)
     assert verdict.accepted == 0
     assert verdict.target_probs == pytest.approx([unlikely, certain, certain])
+
+
+class ReadsOnHost(TorchDispatchMode):
+    """Refuses every operation that fetches a value from the device by itself."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert function is not torch.ops.aten._local_scalar_dense.default
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("detail", [False, True])
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, 3, 0.9, seed=1)])
+def test_a_verdict_is_fetched_once_and_nothing_before_it(sampling: SamplingParams, detail: bool) -> None:
+    verifier = MatchVerifier(sampling, max_new_tokens=8, device=torch.device("cpu"), detail=detail)
+    tokens = torch.tensor([1, 2])
+    proposal = Proposal(tokens, torch.tensor([0, 1, 2]), 2, probs=torch.tensor([0.5, 0.5]))
+    with ReadsOnHost():
+        assert verifier.verify(proposal, TargetOutput(torch.zeros(3, VOCAB), None)).drafted == (1, 2)
+        with pytest.raises(AssertionError):
+            tokens[torch.tensor(0)]
 
 
 def test_a_block_beyond_the_numbers_drawn_ahead_is_verified() -> None:

@@ -59,7 +59,7 @@ def write_card(folder: Path, text: str) -> None:
 
 
 def card_text(facts: Mapping[str, Any]) -> str:
-    """A drafter's card from the figures of ``run.finish``: data, recipe, seed, hours, held-out curve, served τ."""
+    """A drafter's card from the figures of ``run.run``: data, recipe, seed, hours, held-out curve, served τ."""
     recipe, data, heldout, served = (facts[key] for key in ("recipe", "data", "heldout", "served"))
     lines = [
         f"# A DFlash drafter for {facts['target']}",

@@ -56,7 +56,6 @@ class FeatureStore:
         for record in self.records:
             digest.update(record.tokens.tobytes())
         fits = int(np.searchsorted(self.starts[1:] * self.width * 2, limit_bytes, side="right"))
-        self._cached_rows = fits
         if not fits:
             return
         name, size = f"features-{digest.hexdigest()[:16]}-{fits}", int(self.starts[fits])

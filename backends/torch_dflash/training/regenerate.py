@@ -25,6 +25,7 @@ from dflash.records import ResponseRecord
 from torch_dflash.cache import cache_argument
 
 LOOP_TURNS, LOOP_TOKENS, LOOP_PERIOD = 3, 24, 80
+_BEGINNING = b'{"domain":'  # of every record's line
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,8 @@ def regenerate(
 
 
 def resume_keys(path: Path) -> set[str]:
-    """The keys of the prompts that ``path`` already answers, after its half-written last line, if any, is dropped."""
+    """The keys of the prompts that ``path`` already answers, after its half-written last line, if any, is dropped. A
+    file of something else is refused as it is."""
     if path.suffix == ".gz":
         raise TrainingError(f"{path} is compressed, and rows are appended to plain text; name a .jsonl file")
     try:
@@ -136,17 +138,20 @@ def resume_keys(path: Path) -> set[str]:
             stream.seek(0)
             whole = stream.read()
             end = whole.rfind(b"\n") + 1
-            if end < len(whole):
-                stream.truncate(end)
+            keys = {_key(line, f"{path}, line {number},") for number, line in enumerate(whole[:end].splitlines(), 1)}
+            if not (whole[end:].startswith(_BEGINNING) or _BEGINNING.startswith(whole[end:])):
+                raise TrainingError(f"{path} ends in something else than a response record; name another file")
+            stream.truncate(end)
     except OSError as error:
         raise TrainingError(f"{path} cannot be written: {error.strerror}") from None
-    keys = set()
-    for number, line in enumerate(whole[:end].splitlines(), 1):
-        try:
-            keys.add(ResponseRecord.from_dict(json.loads(line)).key)
-        except (ValueError, TypeError, AttributeError) as error:
-            raise TrainingError(f"{path}, line {number}, is not a response record: {error}") from None
     return keys
+
+
+def _key(line: bytes, where: str) -> str:
+    try:
+        return ResponseRecord.from_dict(json.loads(line)).key
+    except (ValueError, TypeError, AttributeError) as error:
+        raise TrainingError(f"{where} is not a response record: {error}") from None
 
 
 @torch.inference_mode()

@@ -236,7 +236,8 @@ class Trainer:
             self.heldout = HeldOut(**saved["heldout"]) if saved["heldout"] else None
 
     def save(self) -> None:
-        """The whole state, atomically: a killed run finds the old one or the new one, never half of it."""
+        """The whole state, atomically: a killed run finds the old one or the new one, never half of it. Raises
+        ``TrainingError`` where it cannot be written."""
         if self.rank:
             return
         state = {
@@ -247,8 +248,13 @@ class Trainer:
             "heldout": asdict(self.heldout) if self.heldout else None,
         }
         partial = self.folder / (STATE_FILE + ".partial")
-        torch.save(state, partial)
-        os.replace(partial, self.folder / STATE_FILE)
+        try:
+            torch.save(state, partial)
+            os.replace(partial, self.folder / STATE_FILE)
+        except (OSError, RuntimeError) as error:  # on a full disk torch's writer raises the latter
+            partial.unlink(missing_ok=True)
+            reason = str(error).splitlines()[0]
+            raise TrainingError(f"{self.folder} cannot be written ({reason}); the state saved before stands") from error
 
     def _log(self, record: dict[str, Any]) -> None:
         if self.rank == 0:
