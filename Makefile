@@ -4,7 +4,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PROMPT ?= What is the capital of France?
+PROMPT ?= Tom has 3 boxes with 4 apples in each box. How many apples does he have?
 
 .PHONY: run test check format clean
 

@@ -66,9 +66,41 @@ class Engine:
         self.notes: list[str] = []
         self._running: Generation | None = None
 
-    def generate(self, prompt: Prompt, **options: Any) -> GenerationResult:
-        """Generate to the end; the options are those of ``stream``."""
-        return self.stream(prompt, **options).result()
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The model's own stop ids, by its configuration and by its tokenizer."""
+        tokenizers = self.tokenizer.stop_token_ids if self.tokenizer else ()
+        return tuple(sorted({*self.target.info.stop_token_ids, *tokenizers}))
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_new_tokens: int = DEFAULT_MAX_NEW_TOKENS,
+        sampling: SamplingParams | None = None,
+        stop: str | Sequence[str] | None = None,
+        stop_token_ids: Sequence[int] | None = None,
+        ignore_eos: bool = False,
+        block_size: int | None = None,
+        verify: str | None = None,
+        speculate: bool = True,
+        detail: bool = False,
+        raw: bool = False,
+    ) -> GenerationResult:
+        """Generate to the end; everything is as in ``stream``, which it drains."""
+        return self.stream(
+            prompt,
+            max_new_tokens=max_new_tokens,
+            sampling=sampling,
+            stop=stop,
+            stop_token_ids=stop_token_ids,
+            ignore_eos=ignore_eos,
+            block_size=block_size,
+            verify=verify,
+            speculate=speculate,
+            detail=detail,
+            raw=raw,
+        ).result()
 
     def stream(
         self,
@@ -102,7 +134,7 @@ class Engine:
             raise UsageError("stop strings need a tokenizer, and none of them may be empty")
         text = TextStream(self.tokenizer.decode, strings) if self.tokenizer else None
         stop_ids = (
-            *(() if ignore_eos else self.target.info.stop_token_ids),
+            *(() if ignore_eos else self.stop_token_ids),
             *_token_ids(() if stop_token_ids is None else stop_token_ids, "stop_token_ids"),
         )
         stopper = Stopper(stop_ids, budget, text.push if text else None)

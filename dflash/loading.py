@@ -100,4 +100,6 @@ def load(
     recorded = config.extra.get("dflash_lab", {}).get("template_sha256")
     if recorded and tokenizer and tokenizer.template_sha256 != recorded:
         engine.notes.append("the chat template is not the one this drafter was trained with; expect less acceptance")
+    if tokenizer and (text := tokenizer.decode([config.mask_token_id])):
+        engine.notes.append(f"mask_token_id is {config.mask_token_id}, which this tokenizer can emit ({text!r})")
     return engine

@@ -56,6 +56,11 @@ class Recipe:
             raise TrainingError(f"block_size is {self.block_size}; it must be at least 2")
         if not self.learning_rate > 0:
             raise TrainingError(f"learning_rate is {self.learning_rate}; it must be positive")
+        for name in ("mask_token_id", "gamma", "weight_decay"):
+            if getattr(self, name) < 0:
+                raise TrainingError(f"{name} is {getattr(self, name)}; it must be 0 or above")
+        if not self.clip > 0:
+            raise TrainingError(f"clip is {self.clip}; it must be positive")
         if not 0 <= self.warmup < 1:
             raise TrainingError(f"warmup is {self.warmup}; it is a share of the steps, from 0 to below 1")
         if not 0 <= self.soft_labels <= 1:

@@ -37,6 +37,12 @@ class Tokenizer:
         return getattr(self._inner, "chat_template", None)
 
     @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """The tokenizer's end token, if it has one."""
+        end = getattr(self._inner, "eos_token_id", None)
+        return () if end is None else (int(end),)
+
+    @property
     def template_sha256(self) -> str | None:
         """What a checkpoint records of the template it was trained with."""
         template = self.chat_template

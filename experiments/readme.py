@@ -18,7 +18,8 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
 EXAMPLE = RESULTS / "example.txt"
-COMMAND = ["generate", "What is the capital of France?", "--show", "rounds", "--compare"]
+PROMPT = "Tom has 3 boxes with 4 apples in each box. How many apples does he have?"
+COMMAND = ["generate", PROMPT, "--show", "rounds", "--compare"]
 
 
 def main() -> int:

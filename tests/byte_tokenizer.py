@@ -15,6 +15,7 @@ class ByteTokenizer:
 
     chat_template: str | None = None
     template_sha256: str | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
     def encode(self, prompt: Any, *, raw: bool = False) -> list[int]:
         if isinstance(prompt, str):

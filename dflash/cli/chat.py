@@ -27,11 +27,7 @@ COMMANDS = "/reset forget the conversation · /stats figures · /help this line 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="what the model is told before the conversation")
-    parser.add_argument(
-        "--no-fallback",
-        action="store_true",
-        help="keep drafting where plain decoding measures faster (default: do not)",
-    )
+    common.add_fallback_flag(parser, default=True)
     common.add_model_flags(parser)
     common.add_sampling_flags(parser)
     common.add_decoding_flags(parser, max_new_tokens=512)
@@ -41,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     options = common.decoding_of(args)
     if not common.is_text(args.system or ""):
         raise PromptError("--system is not UTF-8 text")
-    engine = common.load_engine(args, fallback=not args.no_fallback)
+    engine = common.load_engine(args, fallback=args.fallback)
     chat = Chat(engine, options, args.system)
     interactive = sys.stdin.isatty()
     if interactive:

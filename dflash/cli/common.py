@@ -60,6 +60,12 @@ def add_decoding_flags(parser: argparse.ArgumentParser, *, max_new_tokens: int =
     )
 
 
+def add_fallback_flag(parser: argparse._ActionsContainer, *, default: bool) -> None:
+    """``--fallback`` and ``--no-fallback``."""
+    text = f"go on without the drafter where it measures slower (default: {'on' if default else 'off'})"
+    parser.add_argument("--fallback", action=argparse.BooleanOptionalAction, default=default, help=text)
+
+
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
 

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     shown.add_argument(
         "--compare", action="store_true", help="decode plainly too: the speedup, and whether tokens agree"
     )
-    shown.add_argument("--fallback", action="store_true", help="go on without the drafter where it measures slower")
+    common.add_fallback_flag(shown, default=False)
     shown.add_argument("--trace", metavar="FILE", help="write every step to FILE as JSON lines (.gz: compressed)")
     shown.add_argument("--json", action="store_true", help="end with one JSON line on stdout")
 

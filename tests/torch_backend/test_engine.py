@@ -895,3 +895,19 @@ def test_prompts_and_options_of_any_integer_kind_and_no_other() -> None:
     for option in ({"max_new_tokens": 1.5}, {"max_new_tokens": "3"}, {"block_size": 2.5}):
         with pytest.raises(UsageError, match="is "):
             engine.generate(prompt, **option)
+
+
+def test_stop_ids_come_from_the_tokenizer_too() -> None:
+    """A tokenizer's end token that the model's configuration does not name ends the output as well."""
+    pair = TinyPair()
+    prompt = [5, 9, 23]
+    output = pair.oracle(prompt, 12)
+    end = next(token for token in output[3:] if token not in pair.target.info.stop_token_ids)
+    tokenizer = ByteTokenizer()
+    tokenizer.stop_token_ids = (end,)
+    engine = Engine(pair.backend, pair.target, pair.drafter(), tokenizer, check=True)  # type: ignore[arg-type]
+    assert engine.stop_token_ids == tuple(sorted({*pair.target.info.stop_token_ids, end}))
+    result = engine.generate(prompt, max_new_tokens=12)
+    assert result.token_ids == output[: output.index(end) + 1]
+    assert result.finish_reason == "stop"
+    assert engine.generate(prompt, max_new_tokens=12, ignore_eos=True).token_ids == output
