@@ -178,6 +178,10 @@ def main() -> int:
     parser.add_argument("--update-goldens", action="store_true", help="store the official traces under tests/golden")
     parser.add_argument("--speed", action="store_true", help="measure tokens per second of both instead")
     parser.add_argument("--repeats", type=int, default=3, help="with --speed (default: 3)")
+    parser.add_argument("--prompts", type=int, help="with --speed: this many, spread over all (default: all)")
+    parser.add_argument(
+        "--max-new-tokens", type=int, help="with --speed: at most this many (default: each prompt's own)"
+    )
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     arguments = parser.parse_args()
     if arguments.update_goldens and arguments.pair:
@@ -223,8 +227,15 @@ def _speed(python: Path, arguments: argparse.Namespace) -> int:
     pair = real_pair(arguments.pair)
     if pair is None:
         return 1
+    requests = pair.make_requests(0, pair.requests)
+    count = min(arguments.prompts or len(requests), len(requests))
+    requests = requests[:: len(requests) // count][:count]
+    if arguments.max_new_tokens:
+        requests = [
+            each | {"max_new_tokens": min(each["max_new_tokens"], arguments.max_new_tokens)} for each in requests
+        ]
     records = speed.measure(
-        python, pair.target, pair.draft, pair.make_requests(0, pair.requests),
+        python, pair.target, pair.draft, requests,
         threads=arguments.threads, repeats=arguments.repeats,
     )  # fmt: skip
     write_lines(arguments.results / "parity_speed.jsonl", records)
