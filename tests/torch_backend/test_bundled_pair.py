@@ -50,6 +50,7 @@ def test_native_and_transformers_targets_agree(engine: dflash.Engine) -> None:
     ids = engine.tokenizer.encode("Count from one to twenty.") if engine.tokenizer else []
     ours, theirs = engine.target, TorchTarget(engine.target.model, engine.drafter.config.target_layer_ids)
     ours.reset()
+    ours.tapping = True
     try:
         a, b = ours.forward(ids), theirs.forward(ids)
         for part in ("logits", "features"):
