@@ -9,7 +9,7 @@ only; text, chat templates and stop strings are layered on it.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 from dflash.detokenizer import TextStream
 from dflash.errors import PromptError, UsageError
 from dflash.fallback import Fallback
-from dflash.generation import Generation
+from dflash.generation import Generation, OnDevice
 from dflash.interfaces import Backend, Clock, Drafter, Target, Verifier
 from dflash.stopping import Stopper
 from dflash.tokenizer import Prompt, Tokenizer
@@ -124,7 +124,8 @@ class Engine:
         out. ``block_size`` counts the anchor (default: the drafter's). ``verify``: a rule of the backend (default:
         ``greedy`` at temperature 0, else ``match``). ``detail`` adds probabilities to the events.
         Raises ``UsageError`` or ``PromptError``."""
-        sampling = sampling or SamplingParams()
+        sampling, run = sampling or SamplingParams(), self.backend.run
+        rule = self._rule(verify, sampling)
         strings = [stop] if isinstance(stop, str) else list(stop or ())
         notes = list(self.notes)
         ids = self._prompt_ids(prompt, raw)
@@ -141,9 +142,7 @@ class Engine:
         request = Request(
             prompt=ids,
             stopper=stopper,
-            verifier=self.backend.verifier(
-                self._rule(verify, sampling), sampling, self.target, max_new_tokens=budget, detail=detail
-            ),
+            verifier=run(lambda: self.backend.verifier(rule, sampling, self.target, detail=detail)),
             sampling=sampling,
             block_size=block,
             speculate=speculate,
@@ -152,20 +151,20 @@ class Engine:
         )
         if self._running is not None:
             self._running.close()
-        self.backend.reset_peak_memory(self.target)
+        run(lambda: self.backend.reset_peak_memory(self.target))
         self._running = Generation(
-            self._decode(request),
+            OnDevice(self._decode(request), run),
             prompt_ids=ids,
             stopper=stopper,
             text=text,
             notes=notes,
-            peak_memory=lambda: self.backend.peak_memory(self.target),
+            peak_memory=lambda: run(lambda: self.backend.peak_memory(self.target)),
         )
         return self._running
 
     # The loop ------------------------------------------------------------------------------------------------
 
-    def _decode(self, request: Request) -> Iterator[StepEvent]:
+    def _decode(self, request: Request) -> Generator[StepEvent]:
         if not request.stopper.left:
             return
         clock = self.backend.clock(self.target)
@@ -195,7 +194,7 @@ class Engine:
             if request.speculate:
                 self.drafter.observe(output.features, len(chunk))
         anchor = request.prompt[-1]
-        verdict = request.verifier.verify(self.backend.plain_proposal(anchor, self.target), output)
+        verdict = request.verifier.verify(self.backend.proposal([anchor], self.target), output)
         seconds = clock.now() - begun
         committed = request.stopper.cut((verdict.next_token,))
         return StepEvent("prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, seconds, 0.0)
@@ -208,7 +207,7 @@ class Engine:
             count = min(request.block_size - 1, stopper.left)
             proposal = drafter.propose(anchor, count, request.sampling, detail=request.detail)
         else:
-            proposal = self.backend.plain_proposal(anchor, target)
+            proposal = self.backend.proposal([anchor], target)
         after_draft = clock.mark()
         output = target.forward(proposal.block)
         verdict = request.verifier.verify(proposal, output)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from dflash.detokenizer import TextStream
 from dflash.metrics import Metrics
@@ -14,6 +15,20 @@ from dflash.stopping import Stopper
 from dflash.types import FinishReason, GenerationResult, StepEvent
 
 SILENT_ROUNDS = 32  # this many rounds without one accepted token are no bad luck
+
+
+class OnDevice(Iterator[StepEvent]):
+    """``steps``, each made through ``run``: on the thread that may use the device, whoever asks for it."""
+
+    def __init__(self, steps: Generator[StepEvent], run: Callable[[Callable[[], Any]], Any]) -> None:
+        self._steps, self._run = steps, run
+
+    def __next__(self) -> StepEvent:
+        event: StepEvent = self._run(self._steps.__next__)
+        return event
+
+    def close(self) -> None:
+        self._run(self._steps.close)
 
 
 class Generation(Iterator[StepEvent]):

@@ -11,10 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from dflash.checkpoint import DraftConfig
 from dflash.types import Array, Proposal, SamplingParams, TargetInfo, TargetOutput, Verdict
+
+T = TypeVar("T")
 
 
 class Target(Protocol):
@@ -64,6 +68,14 @@ class Drafter(Protocol):
         """Draft ``count`` tokens after ``anchor``. ``detail`` adds the drafter's probability of each."""
         ...
 
+    def logits(self, anchor: int, count: int) -> Array:
+        """What ``propose`` chooses from: draft logits [count, V] of the slots after ``anchor``."""
+        ...
+
+    def layer_states(self, anchor: int, count: int) -> list[Array]:
+        """The block's hidden states [1 + count, H] behind each draft layer, to find where two backends part."""
+        ...
+
     def reset(self) -> None: ...
 
 
@@ -98,19 +110,27 @@ class Backend(Protocol):
     rules: tuple[str, ...]
     """The verification rules it offers, by name."""
 
-    def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> Target: ...
-
-    def load_drafter(self, folder: Path, config: DraftConfig, target: Target) -> Drafter:
-        """Weights into the drafter, next to ``target``'s embedding and head; its context holds
-        ``target.info.max_positions`` tokens at most."""
+    def run(self, call: Callable[[], T]) -> T:
+        """What ``call`` returns, called on the one thread that may use the device; where any may, on this one. The
+        engine and ``dflash.load`` go through it; code that uses targets and drafters by itself does too."""
         ...
 
-    def verifier(
-        self, rule: str, sampling: SamplingParams, target: Target, *, max_new_tokens: int, detail: bool = False
-    ) -> Verifier: ...
+    def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> Target: ...
 
-    def plain_proposal(self, anchor: int, target: Target) -> Proposal:
-        """The proposal that drafts nothing: a block of the anchor alone."""
+    def load_drafter(self, folder: Path, config: DraftConfig, target: Target, *, bits: int | None = None) -> Drafter:
+        """Weights into the drafter, next to ``target``'s embedding and head; its context holds
+        ``target.info.max_positions`` tokens at most. ``bits`` (4 or 8) quantises the drafter's products; the output
+        stays the target's. Raises ``BackendError`` where the backend cannot."""
+        ...
+
+    def verifier(self, rule: str, sampling: SamplingParams, target: Target, *, detail: bool = False) -> Verifier: ...
+
+    def proposal(self, block: Sequence[int], target: Target) -> Proposal:
+        """The proposal of known tokens, the anchor first; the anchor alone drafts nothing."""
+        ...
+
+    def numpy(self, array: Array) -> np.ndarray:
+        """An array on the host: float32, or whole numbers as they are."""
         ...
 
     def clock(self, target: Target) -> Clock: ...

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import platform
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from dflash.checkpoint import DraftConfig, check_weights
 from dflash.engine import Engine
 from dflash.errors import BackendError, UsageError
-from dflash.interfaces import Backend
+from dflash.interfaces import Backend, Drafter, Target
 from dflash.registry import BUNDLED, find_draft, find_local, locate, resolve
 from dflash.tokenizer import Tokenizer
 
@@ -70,22 +71,25 @@ def load(
     backend: str = "auto",
     device: str = "auto",
     dtype: str = "auto",
+    draft_bits: int | None = None,
     **options: Any,
 ) -> Engine:
     """Load a pair and return its engine.
 
     ``pair`` names both models (default: the bundled one); or ``target`` and ``draft`` name one each: a local folder, a
     hub id or a registry name. ``device`` is the backend's word for one (``auto``: the best there is), ``dtype``
-    ``float32``, ``float16`` or ``bfloat16`` (``auto``: float32 on a CPU, else the target's own). ``options`` go to
-    ``Engine``. Raises a ``DFlashError`` that says what is wrong and what would be right."""
+    ``float32``, ``float16`` or ``bfloat16`` (``auto``: float32 on a CPU, else the target's own). ``draft_bits`` 4 or 8
+    quantises the drafter, on MLX; the output stays the target's. ``options`` go to ``Engine``. Raises a
+    ``DFlashError`` that says what is wrong and what would be right."""
     chosen = find_backend(backend)
     target_source, draft_source = choose_pair(pair, target, draft)
     target_folder = locate(target_source, what="target", backend=chosen)
     draft_folder = locate(draft_source, what="draft", backend=chosen)
     config = DraftConfig.load(draft_folder)
     check_weights(draft_folder, config)
-    model = chosen.load_target(target_folder, device=device, dtype=dtype, layer_ids=config.target_layer_ids)
-    drafter = chosen.load_drafter(draft_folder, config, model)
+    model, drafter = chosen.run(
+        lambda: _load_models(chosen, target_folder, draft_folder, config, device, dtype, draft_bits)
+    )
     tokenizer = Tokenizer.load(target_folder)
     facts = {
         "target": target_source,
@@ -103,3 +107,10 @@ def load(
     if tokenizer and (text := tokenizer.decode([config.mask_token_id])):
         engine.notes.append(f"mask_token_id is {config.mask_token_id}, which this tokenizer can emit ({text!r})")
     return engine
+
+
+def _load_models(
+    backend: Backend, target: Path, draft: Path, config: DraftConfig, device: str, dtype: str, bits: int | None
+) -> tuple[Target, Drafter]:
+    model = backend.load_target(target, device=device, dtype=dtype, layer_ids=config.target_layer_ids)
+    return model, backend.load_drafter(draft, config, model, bits=bits)

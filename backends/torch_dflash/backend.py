@@ -6,16 +6,17 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 
 from dflash.checkpoint import DraftConfig, weight_files
-from dflash.errors import WeightsError
+from dflash.errors import BackendError, WeightsError
 from dflash.types import Proposal, SamplingParams
 from torch_dflash.drafter import TorchDrafter, check_fits
 from torch_dflash.memory import peak_memory, reset_peak_memory
@@ -25,6 +26,7 @@ from torch_dflash.target import TorchTarget, load_model
 from torch_dflash.verify import RULES, MatchVerifier
 
 ServedTarget = TorchTarget | NativeTarget
+T = TypeVar("T")
 _log = logging.getLogger("torch_dflash")
 
 
@@ -39,22 +41,34 @@ class TorchBackend:
     def load_target(self, folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> ServedTarget:
         return serve_target(load_model(folder, device=device, dtype=dtype), layer_ids, native=self.native)
 
-    def load_drafter(self, folder: Path, config: DraftConfig, target: ServedTarget) -> TorchDrafter:
+    def load_drafter(
+        self, folder: Path, config: DraftConfig, target: ServedTarget, *, bits: int | None = None
+    ) -> TorchDrafter:
         config.check_target(target.info)
+        if bits is not None:
+            raise BackendError("the torch backend does not quantise drafters; leave draft_bits out, or use mlx")
         embedding = target.model.get_input_embeddings().weight.detach()
         head = target.model.get_output_embeddings().weight.detach()
         model = load_draft_model(folder, config).to(device=target.device, dtype=head.dtype)
         check_fits(model, embedding, head)
         return TorchDrafter(model, embedding, head)
 
-    def verifier(
-        self, rule: str, sampling: SamplingParams, target: ServedTarget, *, max_new_tokens: int, detail: bool = False
-    ) -> MatchVerifier:
-        return MatchVerifier(sampling, max_new_tokens=max_new_tokens, device=target.device, detail=detail)
+    def run(self, call: Callable[[], T]) -> T:
+        """PyTorch can be used from any thread."""
+        return call()
 
-    def plain_proposal(self, anchor: int, target: ServedTarget) -> Proposal:
-        block = torch.tensor([anchor], device=target.device)
-        return Proposal(block[1:], block, 0)
+    def verifier(
+        self, rule: str, sampling: SamplingParams, target: ServedTarget, *, detail: bool = False
+    ) -> MatchVerifier:
+        return MatchVerifier(sampling, device=target.device, detail=detail)
+
+    def proposal(self, block: Sequence[int], target: ServedTarget) -> Proposal:
+        tokens = torch.tensor(block, device=target.device)
+        return Proposal(tokens[1:], tokens, len(block) - 1)
+
+    def numpy(self, array: Tensor) -> np.ndarray:
+        values: np.ndarray = (array.float() if array.is_floating_point() else array).cpu().numpy()
+        return values
 
     def clock(self, target: ServedTarget) -> CpuClock:
         return CudaClock(target.device) if target.device.type == "cuda" else CpuClock()

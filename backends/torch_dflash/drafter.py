@@ -65,8 +65,8 @@ class TorchDrafter:
         self.length = end
 
     @torch.inference_mode()
-    def hidden(self, anchor: int, count: int) -> Tensor:
-        """Final hidden states [1 + count, H] of a block after ``anchor``."""
+    def layer_states(self, anchor: int, count: int) -> list[Tensor]:
+        """Hidden states [1 + count, H] of a block after ``anchor``, behind each draft layer."""
         rows, end = 1 + count, self.length + 1 + count
         if end > self._cache.shape[-2]:
             self._make_room(2 * end)
@@ -77,18 +77,21 @@ class TorchDrafter:
         x = F.embedding(ids, self.embedding).to(self.dtype)[None]
         tables = self.rotary.range(self.length, end)
         masks = attention_masks(self.config, rows, end, self.device)
+        states = []
         for index, layer in enumerate(self.model.layers):
             q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), tables)
             cache = self._cache[index]
             cache[0, :, self.length : end], cache[1, :, self.length : end] = k[0], v[0]
             attended = grouped_attention(q, cache[:1, :, :end], cache[1:, :, :end], masks[index])
             x = residual_layer(layer, x, attended)
-        return self.model.norm(x)[0]
+            states.append(x[0])
+        return states
 
+    @torch.inference_mode()
     def logits(self, anchor: int, count: int) -> Tensor:
         """Draft logits [count, V] of the slots after ``anchor``; slot 0 predicts nothing."""
-        with torch.inference_mode():
-            return head_product(self.hidden(anchor, count)[1:].to(self.head.dtype), self.head)
+        slots = self.model.norm(self.layer_states(anchor, count)[-1][1:])
+        return head_product(slots.to(self.head.dtype), self.head)
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax

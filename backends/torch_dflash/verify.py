@@ -8,35 +8,25 @@ uniform numbers belong to output positions, not to rounds: the same seed gives t
 
 from __future__ import annotations
 
-import secrets
-
 import torch
 from torch import Tensor
 
 from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
+from dflash.uniforms import Uniforms
 from torch_dflash.sampling import draw, shape_probabilities
 
 RULES = ("greedy", "match")
 
 
 class MatchVerifier:
-    """Implements ``dflash.interfaces.Verifier`` for both rules; greedy is the match with the argmax.
+    """Implements ``dflash.interfaces.Verifier`` for both rules; greedy is the match with the argmax."""
 
-    ``max_new_tokens`` uniform numbers are drawn at once, one for each output position and a margin of a block."""
-
-    def __init__(
-        self, sampling: SamplingParams, *, max_new_tokens: int, device: torch.device, detail: bool = False
-    ) -> None:
+    def __init__(self, sampling: SamplingParams, *, device: torch.device, detail: bool = False) -> None:
         self.sampling, self.detail = sampling, detail
-        self._position = 0
-        self._device = device
+        self._position, self._device = 0, device
         if not sampling.greedy:
-            seed = sampling.seed if sampling.seed is not None else secrets.randbits(63)
-            self._generator = torch.Generator().manual_seed(seed)
-            self._uniforms = self._more(max_new_tokens + 1)
-
-    def _more(self, count: int) -> Tensor:
-        return torch.rand(count, generator=self._generator, dtype=torch.float64).to(self._device)
+            self._stream = Uniforms(sampling.seed)
+            self._uniforms = torch.empty(0, dtype=torch.float64, device=device)
 
     @torch.inference_mode()
     def verify(self, proposal: Proposal, output: TargetOutput) -> Verdict:
@@ -66,7 +56,12 @@ class MatchVerifier:
         """The target's own token for each row [n]."""
         if self.sampling.greedy:
             return logits.argmax(-1)
-        end = self._position + len(logits)
-        if end > len(self._uniforms):
-            self._uniforms = torch.cat((self._uniforms, self._more(end)))
-        return draw(shape_probabilities(logits, self.sampling), self._uniforms[self._position : end])
+        return draw(
+            shape_probabilities(logits, self.sampling), self._numbers(self._position, self._position + len(logits))
+        )
+
+    def _numbers(self, start: int, end: int) -> Tensor:
+        """The uniform numbers of output positions start … end−1."""
+        if end > len(self._uniforms):  # many at once, so that most rounds copy nothing to the device
+            self._uniforms = torch.from_numpy(self._stream.range(0, end + 256)).to(self._device)
+        return self._uniforms[start:end]

@@ -82,7 +82,7 @@ def served_block(case: Case, row: int, anchor: int) -> Tensor:
     for start in range(0, anchor, 5):
         piece = case.features[row, start : min(start + 5, anchor)]
         drafter.observe(piece, len(piece))
-    return drafter.hidden(int(case.tokens[row, anchor]), BLOCK - 1)
+    return drafter.model.norm(drafter.layer_states(int(case.tokens[row, anchor]), BLOCK - 1)[-1])
 
 
 def training_equals_serving(case: Case) -> None:

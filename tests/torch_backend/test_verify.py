@@ -116,10 +116,8 @@ class CheapBackend(TorchBackend):
     def __init__(self, verifier: type[MatchVerifier] = MatchVerifier) -> None:
         self.chosen = verifier
 
-    def verifier(
-        self, rule: str, sampling: SamplingParams, target: Any, *, max_new_tokens: int, detail: bool = False
-    ) -> Any:
-        return self.chosen(sampling, max_new_tokens=max_new_tokens, device=target.device, detail=detail)
+    def verifier(self, rule: str, sampling: SamplingParams, target: Any, *, detail: bool = False) -> Any:
+        return self.chosen(sampling, device=target.device, detail=detail)
 
     def reset_peak_memory(self, target: Any) -> None:
         pass
@@ -168,16 +166,26 @@ def test_plain_sampling_keeps_the_law_too() -> None:
     assert p_value(sample(SETTINGS[name], stubborn, speculate=False), chances) > CHANCE
 
 
-class FreshCorrection(MatchVerifier):
+class WithNumbersOfItsOwn(MatchVerifier):
+    """Has random numbers that belong to no output position."""
+
+    _used = 500
+
+    def _fresh(self) -> torch.Tensor:
+        self._used += 1
+        return self._numbers(self._used, self._used + 1)
+
+
+class FreshCorrection(WithNumbersOfItsOwn):
     """Broken: the correction is drawn anew instead of being the sample that rejected the draft."""
 
     def verify(self, proposal: Proposal, output: TargetOutput) -> Verdict:
         verdict = super().verify(proposal, output)
-        fresh = draw(shape_probabilities(output.logits[verdict.accepted][None], self.sampling), self._more(1))
+        fresh = draw(shape_probabilities(output.logits[verdict.accepted][None], self.sampling), self._fresh())
         return Verdict(verdict.drafted, verdict.accepted, int(fresh))
 
 
-class CorrectionNeverTheDraft(MatchVerifier):
+class CorrectionNeverTheDraft(WithNumbersOfItsOwn):
     """Broken: a second chance for the draft, as rejection sampling's residual would be right to exclude it."""
 
     def verify(self, proposal: Proposal, output: TargetOutput) -> Verdict:
@@ -185,7 +193,7 @@ class CorrectionNeverTheDraft(MatchVerifier):
         if verdict.kind == "bonus":
             return verdict
         probs = shape_probabilities(output.logits[verdict.accepted][None], self.sampling)
-        if float(self._more(1)) < float(probs[0, verdict.drafted[verdict.accepted]]):
+        if float(self._fresh()) < float(probs[0, verdict.drafted[verdict.accepted]]):
             return Verdict(verdict.drafted, verdict.accepted, verdict.drafted[verdict.accepted])
         return verdict
 
@@ -194,7 +202,7 @@ class OneUniformARound(MatchVerifier):
     """Broken: the rows of a block share a random number, so tokens are right one by one and wrong together."""
 
     def _choices(self, logits: torch.Tensor) -> torch.Tensor:
-        chosen = self._uniforms[self._position].expand(len(logits))
+        chosen = self._numbers(self._position, self._position + 1).expand(len(logits))
         return draw(shape_probabilities(logits, self.sampling), chosen)
 
 
@@ -205,7 +213,7 @@ class WithoutTopP(MatchVerifier):
         super().__init__(SamplingParams(sampling.temperature, sampling.top_k, 1.0, sampling.seed), **options)
 
 
-class AcceptsByProbability(MatchVerifier):
+class AcceptsByProbability(WithNumbersOfItsOwn):
     """Broken: accepts a draft with the target's probability, but takes the correction from a sample of its own; as
     though the drafter's distribution were known and were one."""
 
@@ -214,10 +222,10 @@ class AcceptsByProbability(MatchVerifier):
         drafted = tuple(proposal.tokens.tolist())
         accepted = 0
         for token, row in zip(drafted, probs, strict=False):
-            if float(self._more(1)) >= float(row[token]):
+            if float(self._fresh()) >= float(row[token]):
                 break
             accepted += 1
-        return Verdict(drafted, accepted, int(draw(probs[accepted][None], self._more(1))))
+        return Verdict(drafted, accepted, int(draw(probs[accepted][None], self._fresh())))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +300,7 @@ def test_zero_probability_is_respected_at_both_ends_and_in_the_middle() -> None:
 
 
 def test_a_draft_of_probability_zero_is_never_accepted_even_at_uniform_zero() -> None:
-    verifier = MatchVerifier(SamplingParams(1.0, top_k=2, seed=0), max_new_tokens=8, device=torch.device("cpu"))
+    verifier = MatchVerifier(SamplingParams(1.0, top_k=2, seed=0), device=torch.device("cpu"))
     verifier._uniforms = torch.zeros(9, dtype=torch.float64)
     drafted = torch.tensor([0])  # the first token of the vocabulary, where a draw of 0 would land
     logits = torch.tensor([[-5.0, 1.0, 2.0], [-5.0, 1.0, 2.0]])
@@ -312,7 +320,7 @@ def test_draws_are_as_frequent_as_their_probabilities() -> None:
 
 def verdict_of(drafted: list[int], choices: list[int], **options: Any) -> Verdict:
     logits = torch.nn.functional.one_hot(torch.tensor(choices), VOCAB) * 9.0
-    verifier = MatchVerifier(SamplingParams(), max_new_tokens=9, device=torch.device("cpu"), **options)
+    verifier = MatchVerifier(SamplingParams(), device=torch.device("cpu"), **options)
     tokens = torch.tensor(drafted, dtype=torch.long)
     proposal = Proposal(tokens, torch.cat((torch.tensor([1]), tokens)), len(drafted))
     return verifier.verify(proposal, TargetOutput(logits, None))
@@ -359,7 +367,7 @@ class ReadsOnHost(TorchDispatchMode):
 @pytest.mark.parametrize("detail", [False, True])
 @pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, 3, 0.9, seed=1)])
 def test_a_verdict_is_fetched_once_and_nothing_before_it(sampling: SamplingParams, detail: bool) -> None:
-    verifier = MatchVerifier(sampling, max_new_tokens=8, device=torch.device("cpu"), detail=detail)
+    verifier = MatchVerifier(sampling, device=torch.device("cpu"), detail=detail)
     tokens = torch.tensor([1, 2])
     proposal = Proposal(tokens, torch.tensor([0, 1, 2]), 2, probs=torch.tensor([0.5, 0.5]))
     with ReadsOnHost():
@@ -369,13 +377,13 @@ def test_a_verdict_is_fetched_once_and_nothing_before_it(sampling: SamplingParam
 
 
 def test_a_block_beyond_the_numbers_drawn_ahead_is_verified() -> None:
-    verifier = MatchVerifier(SamplingParams(1.0, seed=3), max_new_tokens=1, device=torch.device("cpu"))
-    tokens = torch.zeros(6, dtype=torch.long)
+    verifier = MatchVerifier(SamplingParams(1.0, seed=3), device=torch.device("cpu"))
+    tokens = torch.zeros(600, dtype=torch.long)
     for _ in range(3):
         verdict = verifier.verify(
-            Proposal(tokens, torch.zeros(7, dtype=torch.long), 6), TargetOutput(torch.zeros(7, 3), None)
+            Proposal(tokens, torch.zeros(601, dtype=torch.long), 600), TargetOutput(torch.zeros(601, 3), None)
         )
-        assert len(verdict.drafted) == 6
+        assert len(verdict.drafted) == 600
 
 
 def test_uniform_numbers_belong_to_output_positions() -> None:
@@ -384,7 +392,7 @@ def test_uniform_numbers_belong_to_output_positions() -> None:
     sampling = SamplingParams(1.0, seed=5)
 
     def tokens(plan: list[int]) -> list[int]:
-        verifier = MatchVerifier(sampling, max_new_tokens=12, device=torch.device("cpu"))
+        verifier = MatchVerifier(sampling, device=torch.device("cpu"))
         out: list[int] = []
         for count in plan:
             drafted = torch.tensor([9] * count, dtype=torch.long)  # never right: one token a round
