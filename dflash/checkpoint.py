@@ -166,7 +166,7 @@ class DraftConfig:
                 "mask_token_id", _agree("mask_token_id", {"dflash_config": nested, "config.json": raw}), least=0
             ),
             target_layer_ids=tuple(_whole("target_layer_ids", tap, least=None) for tap in taps),
-            rope=_read_rope(raw),
+            rope=read_rope(raw),
             num_target_layers=_whole("num_target_layers", raw["num_target_layers"])
             if raw.get("num_target_layers") is not None
             else None,
@@ -289,6 +289,11 @@ def check_weights(folder: str | Path, config: DraftConfig) -> None:
     for file in weight_files(folder):
         found |= {name: shape for name, (shape, _) in read_header(file).items()}
     expected = config.tensor_shapes()
+    if packed := sorted(name for name in found if name.endswith(".scales")):
+        raise WeightsError(
+            f"the drafter's weights are quantised ({_some(packed)}), which the native dialect has no layout for; "
+            "give the unquantised drafter, and draft_bits to quantise it as it is loaded"
+        )
     if missing := sorted(set(expected) - set(found)):
         raise WeightsError(f"the drafter's weights lack {_some(missing)}")
     if left_over := sorted(set(found) - set(expected)):
@@ -375,11 +380,12 @@ def _object(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return value
 
 
-def _read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+def read_rope(raw: Mapping[str, Any]) -> RopeConfig:
+    """The RoPE of a parsed ``config.json`` in any of its spellings. Raises ``ConfigError``."""
     nested, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
     theta = _agree("rope_theta", {"config.json": raw, "rope_parameters": nested, "rope_scaling": scaling}, default=None)
     if theta is None:
-        raise ConfigError("rope_theta is missing; the drafter's RoPE base belongs into config.json or rope_parameters")
+        raise ConfigError("rope_theta is missing; the RoPE base belongs into config.json or rope_parameters")
     old = {**scaling, "rope_type": scaling.get("rope_type") or scaling.get("type")}
     kind = _agree("rope_type", {"rope_parameters": nested, "rope_scaling": old}, default="default")
     places = {"config.json": raw, "rope_parameters": nested, "rope_scaling": scaling}

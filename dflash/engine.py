@@ -167,7 +167,7 @@ class Engine:
     def _decode(self, request: Request) -> Generator[StepEvent]:
         if not request.stopper.left:
             return
-        clock = self.backend.clock(self.target)
+        clock = self.backend.clock(self.target, exact=request.detail)
         yield (event := self._prefill(request, clock))
         position, index = len(request.prompt), 1
         while request.stopper.reason is None:

@@ -99,7 +99,8 @@ class Clock(Protocol):
     def mark(self) -> Any: ...
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Device seconds between two marks that both lie before a verdict."""
+        """Device seconds between two marks that both lie before a verdict; 0 where only a wait could tell and the clock
+        is not an exact one."""
         ...
 
 
@@ -133,7 +134,9 @@ class Backend(Protocol):
         """An array on the host: float32, or whole numbers as they are."""
         ...
 
-    def clock(self, target: Target) -> Clock: ...
+    def clock(self, target: Target, *, exact: bool = False) -> Clock:
+        """``exact``: marks may wait for the device where there is no other way to tell drafting from verifying."""
+        ...
 
     def peak_memory(self, target: Target) -> int:
         """Bytes at most in use on the device since ``reset_peak_memory`` (on a CPU: of the process)."""

@@ -70,7 +70,7 @@ class TorchBackend:
         values: np.ndarray = (array.float() if array.is_floating_point() else array).cpu().numpy()
         return values
 
-    def clock(self, target: ServedTarget) -> CpuClock:
+    def clock(self, target: ServedTarget, *, exact: bool = False) -> CpuClock:
         return CudaClock(target.device) if target.device.type == "cuda" else CpuClock()
 
     def peak_memory(self, target: ServedTarget) -> int:

@@ -564,7 +564,7 @@ class TimedBackend(TorchBackend):
     def __init__(self, clock: FakeClock) -> None:
         self.fake = clock
 
-    def clock(self, target: Any) -> Any:
+    def clock(self, target: Any, *, exact: bool = False) -> Any:
         return self.fake
 
 

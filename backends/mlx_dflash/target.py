@@ -1,0 +1,172 @@
+"""Any mlx-lm model as a target: hidden states through wrapped layers, mlx-lm's own caches rewound in one place.
+
+Shapes: n tokens in a pass, V vocabulary, K taps, H hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from mlx_lm.utils import _get_classes, load_model
+
+from dflash.errors import BackendError, CheckpointError, DFlashError
+from dflash.model_folder import read_target_config, stop_token_ids
+from dflash.types import TargetInfo, TargetOutput
+from mlx_dflash.cache import RewindableCache
+from mlx_dflash.rope import Rope
+from mlx_dflash.taps import Parts, Taps, parts_of
+from mlx_dflash.target_config import flat_rope, own_rope
+
+DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+
+
+class MlxTarget:
+    """Implements ``dflash.interfaces.Target``. Forwards are put off: they run when a verdict, or a drafter's context,
+    is evaluated."""
+
+    def __init__(self, model: Any, parts: Parts, layer_ids: Sequence[int], info: TargetInfo) -> None:
+        self.model, self.info = model, info
+        self.embed, self.head, self.float_type = parts.embed, parts.head, _float_type(model)
+        if wrong := [index for index in layer_ids if not 0 <= index < info.num_layers]:
+            raise BackendError(f"target_layer_ids holds {wrong[0]}; the target's layers are 0 to {info.num_layers - 1}")
+        self.length = self._last = 0
+        self.cache = RewindableCache(model)  # raises for a model that cannot be served, before it is wrapped
+        self.taps = Taps(parts, layer_ids)
+
+    @property
+    def tapping(self) -> bool:
+        return self.taps.enabled
+
+    @tapping.setter
+    def tapping(self, on: bool) -> None:
+        self.taps.enabled = on
+
+    def forward(
+        self, tokens: mx.array | Sequence[int], *, parents: Sequence[int] | None = None, last_only: bool = False
+    ) -> TargetOutput:
+        if parents is not None:
+            raise BackendError("this target cannot verify a tree")
+        assert not self._last, "keep() must follow every forward()"
+        ids = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
+        self._last, self.taps.last_only = len(ids), last_only
+        logits = self.model(ids[None], cache=self.cache.layers)[0]
+        features = self.taps.take() if self.tapping else None
+        if last_only:  # a chunk of a prompt: let its memory go before the next one is built
+            mx.eval(self.cache.arrays(), [] if features is None else features)
+            mx.clear_cache()
+        return TargetOutput(logits, features)
+
+    def keep(self, path: Sequence[int]) -> None:
+        if list(path) != list(range(len(path))) or len(path) > self._last:
+            raise BackendError(f"this target keeps leading tokens of the last {self._last} only, not {list(path)}")
+        self.cache.rewind(self._last - len(path))
+        self.length += len(path)
+        self._last = 0
+
+    def reset(self) -> None:
+        self.cache = RewindableCache(self.model)
+        self.length = self._last = 0
+
+    def close(self) -> None:
+        """Unwrap the model's layers and head."""
+        self.taps.close()
+
+
+def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[int]) -> MlxTarget:
+    """An mlx-lm model from a local folder, as a target. ``dtype`` ``auto`` is float32 on a CPU, else what is stored.
+
+    Raises ``BackendError`` for a device or dtype that is not there, ``CheckpointError`` where mlx-lm cannot read the
+    folder, ``RewindError`` where its cache cannot forget."""
+    where = choose_device(device)
+    if dtype not in (*DTYPES, "auto"):
+        raise BackendError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
+    wanted = DTYPES.get(dtype) or (mx.float32 if where == "cpu" else None)
+    config = read_target_config(folder)
+    try:
+        _, arguments = _get_classes(config={"model_type": config.get("model_type")} | config)
+    except ValueError:
+        raise CheckpointError(
+            f"mlx-lm {version('mlx-lm')} does not know the model_type {config.get('model_type')!r} of {folder}; "
+            "a newer mlx-lm or the torch backend may"
+        ) from None
+    flat = flat_rope(config, arguments)
+    try:
+        model: Any = load_model(folder, lazy=True, model_config=flat)[0]
+        parts = parts_of(model)
+        _replace_rope(parts, config)
+        if wanted is not None:
+            model.set_dtype(wanted)
+        mx.eval(model.parameters())
+    except DFlashError:
+        raise
+    except Exception as error:  # mlx-lm raises many kinds; each is about this folder
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        raise CheckpointError(f"the target in {folder} cannot be loaded: {reason[0]}") from error
+    if wanted == mx.float16:
+        _refuse_overflow(model, folder)
+    _wire_memory()
+    return MlxTarget(model, parts, layer_ids, _info(model, parts, folder, config, where))
+
+
+def choose_device(device: str) -> str:
+    """Make ``device`` MLX's own and return its name; ``auto``: the GPU where there is one. Raises ``BackendError``."""
+    known = {"cpu": mx.cpu, "gpu": mx.gpu}
+    if device not in (*known, "auto"):
+        raise BackendError(f"device is {device!r}; mlx has auto, {', '.join(known)}")
+    if device != "auto":
+        try:
+            mx.set_default_device(known[device])
+        except ValueError as error:
+            raise BackendError(f"device {device!r} cannot be used here: {error}") from None
+    return "gpu" if mx.default_device() == mx.Device(mx.gpu) else "cpu"
+
+
+def _replace_rope(parts: Parts, config: dict[str, Any]) -> None:
+    if (rope := own_rope(config)) is None:
+        return
+    own = Rope(rope, config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    for layer in parts.layers:
+        layer.self_attn.rope = own
+
+
+def _refuse_overflow(model: Any, folder: Path) -> None:
+    for name, weight in _weights(model):
+        if mx.issubdtype(weight.dtype, mx.floating) and not mx.isfinite(weight).all().item():
+            raise CheckpointError(f"{name} of the target in {folder} overflows in float16; use bfloat16 or float32")
+
+
+def _wire_memory() -> None:
+    """Let Metal keep as much memory resident as it recommends, as mlx-lm does while it generates; otherwise weights are
+    paged out between rounds. Elsewhere there is no such limit."""
+    if most := mx.device_info().get("max_recommended_working_set_size"):
+        mx.set_wired_limit(int(most))
+
+
+def _info(model: Any, parts: Parts, folder: Path, config: dict[str, Any], device: str) -> TargetInfo:
+    bits = (config.get("quantization") or config.get("quantization_config") or {}).get("bits")
+    float_type = str(_float_type(model)).removeprefix("mlx.core.")
+    return TargetInfo(
+        num_layers=len(parts.layers),
+        hidden_size=config["hidden_size"],
+        vocab_size=parts.vocab_size,
+        max_positions=config.get("max_position_embeddings") or 1 << 20,
+        stop_token_ids=stop_token_ids(folder),
+        dtype=f"{bits}-bit {float_type}" if bits else float_type,
+        device=device,
+        model_type=config.get("model_type", ""),
+    )
+
+
+def _float_type(model: Any) -> mx.Dtype:
+    """The type that the model computes in: that of its norms, which no quantisation touches."""
+    return next(weight.dtype for name, weight in _weights(model) if "norm" in name and weight.ndim == 1)
+
+
+def _weights(model: Any) -> list[tuple[str, mx.array]]:
+    named: Any = tree_flatten(model.parameters())
+    return list(named)

@@ -1,0 +1,61 @@
+"""A target's configuration in the words that mlx-lm's model classes read.
+
+transformers 5 nests ``rope_theta``, the scaling and the partial factor in ``rope_parameters``; most of mlx-lm's classes
+read the flat keys and quietly take a default of their own where those are missing. The text stays plausible then and is
+wrong. So the nested spelling is flattened, and what a class has no word for is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, replace
+from typing import Any
+
+from dflash.checkpoint import read_rope
+from dflash.errors import CheckpointError, ConfigError
+from dflash.rope import RopeConfig
+
+OWN_ROPE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+"""Families whose attention has one RoPE for all layers, which ``mlx_dflash.rope`` can replace."""
+_NESTED = ("rope_theta", "partial_rotary_factor")
+_DEFAULT_THETA = 10_000.0  # transformers' own, where a config does not say
+
+
+def flat_rope(config: Mapping[str, Any], arguments: type) -> dict[str, Any]:
+    """The keys to add to ``config`` (the language model's part) so that ``arguments``, mlx-lm's dataclass of the
+    family, holds its RoPE. Raises ``CheckpointError`` where it cannot."""
+    nested = config.get("rope_parameters")
+    if not isinstance(nested, Mapping):
+        return {}
+    known = {field.name for field in fields(arguments)}
+    if "rope_parameters" in known:
+        return {}
+    if any(isinstance(value, Mapping) for value in nested.values()):
+        raise CheckpointError(
+            f"the target's rope_parameters differ by layer type, which mlx-lm's {config.get('model_type')} does not "
+            "read; a config.json in mlx-lm's own spelling would be right"
+        )
+    flat: dict[str, Any] = {key: nested[key] for key in _NESTED if nested.get(key) is not None and key not in config}
+    kind = nested.get("rope_type", "default")
+    if kind != "default" and config.get("rope_scaling") is None:
+        flat["rope_scaling"] = {key: value for key, value in nested.items() if key not in _NESTED} | {"type": kind}
+    for key, value in flat.items():
+        if key not in known and not (key == "partial_rotary_factor" and value == 1):
+            raise CheckpointError(
+                f"the target's config has {key} {value}, which mlx-lm's {config.get('model_type')} does not read; "
+                "this model cannot be served on mlx"
+            )
+    return flat
+
+
+def own_rope(config: Mapping[str, Any]) -> RopeConfig | None:
+    """The RoPE of a target whose family takes ours; None where mlx-lm's own must do."""
+    if config.get("model_type") not in OWN_ROPE:
+        return None
+    places = (config, config.get("rope_parameters") or {}, config.get("rope_scaling") or {})
+    stated = any(place.get("rope_theta") is not None for place in places)
+    try:
+        rope = read_rope(config if stated else {**config, "rope_theta": _DEFAULT_THETA})
+    except ConfigError:  # a scaling that the core does not have; mlx-lm may
+        return None
+    return replace(rope, partial=1.0)  # transformers' models of these families rotate whole heads, whatever it says
