@@ -25,6 +25,13 @@ class BackendError(DFlashError):
     """A backend that is unknown, not installed, or cannot do what was asked."""
 
 
+def not_numbers(dtype: str) -> BackendError:
+    """For a target whose logits overflowed."""
+    return BackendError(
+        f"the target's logits are not numbers in {dtype}; bfloat16 and float32 reach further than float16"
+    )
+
+
 class ModelNotFoundError(DFlashError):
     """A model name that is neither a registry name, nor a local folder, nor reachable on the hub."""
 

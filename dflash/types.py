@@ -114,7 +114,8 @@ class StepEvent:
     ``kind``: ``prefill`` (the prompt, which yields the first token), ``round`` (drafted and verified) or ``plain``
     (one token without a draft). ``index`` counts steps from 0 (the prefill); ``position`` is the anchor's index in
     prompt + output. ``committed`` are the ids this step added to the output, cut at a stop or at the budget.
-    ``next_kind`` is None when that cut came before the correction or bonus. Times are seconds.
+    ``next_kind`` is None when that cut came before the correction or bonus. Times are seconds;
+    ``draft_seconds`` is 0, and part of ``verify_seconds``, where only a wait could have told (MLX without ``detail``).
     """
 
     kind: StepKind

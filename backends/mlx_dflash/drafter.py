@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+from mlx_lm.models.activations import swiglu
 
 from dflash.checkpoint import DraftConfig
 from dflash.errors import BackendError
@@ -167,7 +167,7 @@ class MlxDrafter:
             )
             x = x + layer.output(attended[0].transpose(1, 0, 2).reshape(rows, -1))
             gate, up = mx.split(layer.gate_up(self._rms(x, layer.post_norm)), 2, axis=-1)
-            x = x + layer.down(nn.silu(gate) * up)
+            x = x + layer.down(swiglu(gate, up))
             states.append(x)
         return states
 

@@ -3,24 +3,57 @@ them on another one fails; a server's handlers and a user's own threads therefor
 
 from __future__ import annotations
 
+import atexit
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import mlx.core as mx
 
 T = TypeVar("T")
 
-_owner = ThreadPoolExecutor(max_workers=1, thread_name_prefix="mlx")
-_here = threading.local()
+_calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
 
 
 def on_device_thread(call: Callable[[], T]) -> T:
-    """What ``call`` returns, called on MLX's thread, also from within that thread. What it raises is raised here."""
-    if getattr(_here, "owner", False):
+    """What ``call`` returns, called on MLX's thread, also from within that thread. What it raises is raised here.
+
+    A caller that is interrupted leaves; the call itself goes on to its end, and later ones wait for it."""
+    if threading.current_thread() is _thread:
         return call()
-    return _owner.submit(_mark_and_call, call).result()
+    if not _thread.is_alive():
+        _start()
+    outcome: Future[T] = Future()
+    _calls.put((call, outcome))
+    return outcome.result()
 
 
-def _mark_and_call(call: Callable[[], T]) -> T:
-    _here.owner = True
-    return call()
+def _work() -> None:
+    while (order := _calls.get()) is not None:
+        call, outcome = order
+        try:
+            outcome.set_result(call())
+        except BaseException as error:
+            outcome.set_exception(error)
+        del order, call, outcome  # a waiting thread must not keep the last result alive
+    mx.synchronize()
+    if hasattr(mx, "clear_streams"):  # MLX aborts the process where a thread ends that still has streams
+        mx.clear_streams()
+
+
+def _start() -> None:
+    try:
+        _thread.start()
+        atexit.register(_stop)
+    except RuntimeError:  # another thread has started it meanwhile
+        pass
+
+
+def _stop() -> None:
+    _calls.put(None)
+    _thread.join()
+
+
+_thread = threading.Thread(target=_work, name="mlx", daemon=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from dflash.errors import BackendError
+from dflash.errors import not_numbers
 from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
 from dflash.uniforms import Uniforms
 from mlx_dflash.sampling import draw, shape_probabilities
@@ -41,10 +41,7 @@ class MatchVerifier:
         host: Any = decided.tolist()
         accepted, chosen, finite, *tokens = host
         if not finite:
-            raise BackendError(
-                f"the target's logits are not numbers in {str(logits.dtype).removeprefix('mlx.core.')}; "
-                "bfloat16 and float32 reach further than float16"
-            )
+            raise not_numbers(str(logits.dtype).removeprefix("mlx.core."))
         self._position += accepted + 1
         probabilities: Any = [tuple(part.tolist()) or None for part in chances] or (None, None)  # type: ignore[arg-type]
         return Verdict(tuple(tokens), accepted, chosen, *probabilities)

@@ -37,6 +37,8 @@ def reason_against(model: Any) -> str | None:
         return f"hidden_act is {config.hidden_act!r}"
     if any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         return "some of its layers have sliding attention"
+    if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1:
+        return "its config has a partial rotary factor"
     try:
         _rope(config)
     except ConfigError as error:
@@ -204,6 +206,6 @@ def _fuse(*products: nn.Linear) -> tuple[Tensor, Tensor | None]:
 def _rope(config: Any) -> RopeConfig:
     numbers = dict(config.rope_parameters or {})
     theta, kind = numbers.pop("rope_theta", 10_000.0), numbers.pop("rope_type", "default")
-    partial = numbers.pop("partial_rotary_factor", None) or getattr(config, "partial_rotary_factor", None) or 1.0
+    numbers.pop("partial_rotary_factor", None)
     scaling = tuple(sorted((key, value) for key, value in numbers.items() if value is not None))
-    return RopeConfig(float(theta), kind, float(partial), scaling, config.max_position_embeddings)
+    return RopeConfig(float(theta), kind, 1.0, scaling, config.max_position_embeddings)

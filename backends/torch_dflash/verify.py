@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dflash.errors import not_numbers
 from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
 from dflash.uniforms import Uniforms
 from torch_dflash.sampling import draw, shape_probabilities
@@ -19,7 +20,9 @@ RULES = ("greedy", "match")
 
 
 class MatchVerifier:
-    """Implements ``dflash.interfaces.Verifier`` for both rules; greedy is the match with the argmax."""
+    """Implements ``dflash.interfaces.Verifier`` for both rules; greedy is the match with the argmax.
+
+    ``verify`` raises ``BackendError`` where the target's logits are no numbers."""
 
     def __init__(self, sampling: SamplingParams, *, device: torch.device, detail: bool = False) -> None:
         self.sampling, self.detail = sampling, detail
@@ -34,14 +37,17 @@ class MatchVerifier:
         choices = self._choices(logits)
         stands = (proposal.tokens == choices[:count]).long().cumprod(0).sum()
         next_token = choices.gather(0, stands[None])  # indexing by ``stands`` would wait for it on the host
-        parts = [stands[None], next_token, proposal.tokens]
+        finite = logits.gather(-1, choices[:, None]).isfinite().all()
+        parts = [stands[None], next_token, finite[None].long(), proposal.tokens]
         if self.detail:
             parts = [part.double() for part in parts]
             if proposal.probs is not None:
                 parts.append(proposal.probs.double())
             chances = logits.float().softmax(-1) if self.sampling.greedy else shape_probabilities(logits, self.sampling)
             parts.append(chances[:count].gather(-1, proposal.tokens[:, None])[:, 0].double())
-        accepted, chosen, *rest = torch.cat(parts).tolist()  # the round's one wait for the device
+        accepted, chosen, numbers, *rest = torch.cat(parts).tolist()  # the round's one wait for the device
+        if not numbers:
+            raise not_numbers(str(logits.dtype).removeprefix("torch."))
         self._position += int(accepted) + 1
         drafted = tuple(int(token) for token in rest[:count])
         return Verdict(

@@ -47,6 +47,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--compare", action="store_true", help="decode plainly too: the speedup, and whether tokens agree"
     )
     common.add_fallback_flag(shown, default=False)
+    shown.add_argument(
+        "--detail",
+        action="store_true",
+        help="add the drafter's and the target's probability of every drafted token to the steps, and time drafting "
+        "and verifying apart on devices that only tell when waited for",
+    )
     shown.add_argument("--trace", metavar="FILE", help="write every step to FILE as JSON lines (.gz: compressed)")
     shown.add_argument("--json", action="store_true", help="end with one JSON line on stdout")
 
@@ -56,6 +62,7 @@ def run(args: argparse.Namespace) -> int:
     from pathlib import Path
 
     options = common.decoding_of(args) | {"stop": args.stop, "ignore_eos": args.ignore_eos, "raw": args.raw}
+    options["detail"] = args.detail
     prompt = common.read_prompt(args.prompt, args.prompt_file)
     if args.trace:
         common.check_writable(Path(args.trace))

@@ -192,7 +192,9 @@ def summary_lines(result: GenerationResult) -> list[str]:
     speed += f"{number(metrics.end_to_end_tokens_per_second, 1)} tok/s"
     rows.append(("speed", f"first token {number(metrics.ttft, 3)} s · {speed} · {metrics.total_seconds:.2f} s in all"))
     if spent := metrics.draft_seconds + metrics.verify_seconds + metrics.overhead_seconds:
-        shares = {"draft": metrics.draft_seconds, "verify": metrics.verify_seconds, "rest": metrics.overhead_seconds}
+        apart = {"draft": metrics.draft_seconds, "verify": metrics.verify_seconds}
+        together = {"draft and verify": metrics.verify_seconds}  # a clock that does not wait cannot tell them apart
+        shares = (apart if metrics.draft_seconds else together) | {"rest": metrics.overhead_seconds}
         rows.append(("round time", " · ".join(f"{name} {seconds / spent:.0%}" for name, seconds in shares.items())))
     rows.append(("memory", f"peak {metrics.peak_memory / 1e6:,.0f} MB"))
     rows.append(("finish", result.finish_reason))
