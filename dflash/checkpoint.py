@@ -246,14 +246,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
+def weight_names(folder: str | Path) -> list[str]:
+    """Names of the safetensors files that make a checkpoint: one, or the shards its index names. Raises
+    ``CheckpointError`` for an index that is none."""
+    index = Path(folder) / INDEX_FILE
+    if not index.exists():
+        return [WEIGHTS_FILE]
+    named = read_json(index).get("weight_map")
+    if not isinstance(named, dict) or not named or not all(isinstance(name, str) for name in named.values()):
+        raise WeightsError(f"{index} names no weight files in its weight_map")
+    return sorted(set(named.values()))
+
+
 def weight_files(folder: str | Path) -> list[Path]:
-    """The safetensors files of a checkpoint, one or sharded. Raises ``WeightsError`` where there are none."""
-    folder = Path(folder)
-    if (folder / INDEX_FILE).exists():
-        names = sorted(set(read_json(folder / INDEX_FILE).get("weight_map", {}).values()))
-        files = [folder / name for name in names]
-    else:
-        files = [folder / WEIGHTS_FILE]
+    """The safetensors files of a checkpoint, one or sharded. Raises ``WeightsError`` where one is missing."""
+    files = [Path(folder) / name for name in weight_names(folder)]
     for file in files:
         if not file.exists():
             raise WeightsError(f"{file} is missing; a checkpoint holds {WEIGHTS_FILE} or the shards its index names")

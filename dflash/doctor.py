@@ -6,22 +6,26 @@ Everything is read from configs, tokenizer files and safetensors headers: no ten
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
+from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 from dflash import bundled
+from dflash.backends import announced_backends, install_command, mlx_part, mlx_runs_here, this_platform, versions_of
 from dflash.checkpoint import CONFIG_FILE, DraftConfig, check_weights, read_header, read_json, weight_files
 from dflash.errors import CheckpointError, ConfigError, DFlashError
-from dflash.registry import BUNDLED, find_local, resolve
+from dflash.model_folder import read_target_config, spans, stop_token_ids
+from dflash.registry import BUNDLED, MLX_QUANTISED_BLOCK, find_local, resolve
 
 Status = Literal["ok", "warn", "fail"]
 _BACKEND_PACKAGES = {"torch": ("torch", "transformers", "safetensors"), "mlx": ("mlx", "mlx-lm", "transformers")}
 _TRANSFORMERS = ((5, 12), (6, 0))  # from, below
-_NO_REWIND = ("linear_attention", "mamba", "recurrent", "conv")  # layer types whose state cannot forget a token
+# in names of layer types and of families: a state that cannot forget a token
+_NO_REWIND = ("linear_attention", "mamba", "recurrent", "rwkv", "conv")
+_RECURRENT_KEYS = ("mamba_", "ssm_", "linear_conv_")
 
 
 @dataclass(frozen=True)
@@ -54,9 +58,7 @@ class Facts:
     @cached_property
     def target_config(self) -> dict[str, Any]:
         """The language model's part of the target's config."""
-        raw = read_json(_known(self.target_folder, "the target's folder") / CONFIG_FILE)
-        text = raw.get("text_config")
-        return {**raw, **text} if isinstance(text, dict) else raw
+        return read_target_config(_known(self.target_folder, "the target's folder"))
 
     def target_number(self, key: str) -> int:
         value = self.target_config.get(key)
@@ -93,13 +95,19 @@ class Facts:
 
     @cached_property
     def stop_ids(self) -> set[int]:
-        folder = _known(self.target_folder, "the target's folder")
-        generation = folder / "generation_config.json"
-        raw = [self.target_config.get("eos_token_id")]
-        if generation.exists():
-            raw.append(read_json(generation).get("eos_token_id"))
-        found = {index for value in raw for index in (value if isinstance(value, list) else [value])}
-        return {index for index in found if isinstance(index, int)}
+        """The model's own, and the tokenizer's end token: what ends a text when the pair is served."""
+        return {*stop_token_ids(_known(self.target_folder, "the target's folder")), *self._end_token()}
+
+    def _end_token(self) -> set[int]:
+        file = _known(self.target_folder, "the target's folder") / "tokenizer_config.json"
+        end = read_json(file).get("eos_token") if file.exists() else None
+        text = end.get("content") if isinstance(end, dict) else end
+        if not isinstance(text, str):
+            return set()
+        try:
+            return {index for index, (token, _) in self.tokens.items() if token == text}
+        except Unknown:
+            return set()
 
     @cached_property
     def template(self) -> str | None:
@@ -115,10 +123,10 @@ class Facts:
         return template if isinstance(template, str) else None
 
 
-def examine(target: str, draft: str) -> list[Check]:
+def examine(target: str, draft: str, backend: str = "auto") -> list[Check]:
     """Every check of the pair, in the order in which a user would mend things. Never raises ``DFlashError``."""
     facts = Facts(target, draft)
-    checks = list(_environment())
+    checks = list(_environment(backend))
     checks += [_check(f"{what} found", partial(_find, facts, what)) for what in ("target", "draft")]
     return checks + [_check(name, partial(check, facts)) for name, check in _CHECKS.items()]
 
@@ -151,28 +159,36 @@ def _config(facts: Facts) -> DraftConfig:
         raise Unknown("the drafter's config cannot be used") from None
 
 
-def _environment() -> Iterator[Check]:
-    names = sorted({point.name for point in importlib.metadata.entry_points(group="dflash.backends")})
-    if not names:
-        yield Check("backend", "fail", "no backend is installed; pip install 'dflash-lab[torch]'")
-    usable = 0
-    for name in names:
-        versions, missing = {}, []
-        for package in _BACKEND_PACKAGES.get(name, ()):
-            try:
-                versions[package] = importlib.metadata.version(package)
-            except importlib.metadata.PackageNotFoundError:
-                missing.append(package)
-        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
-        if missing:
-            yield Check(f"backend {name}", "warn", f"{', '.join(missing)} is missing; pip install 'dflash-lab[{name}]'")
-        elif not _transformers_fits(versions.get("transformers")):
-            yield Check(f"backend {name}", "fail", f"{shown}; transformers must be at least 5.12 and below 6")
-        else:
-            usable += 1
-            yield Check(f"backend {name}", "ok", shown or "installed")
-    if names and not usable:
-        yield Check("backend", "fail", f"none of the backends {', '.join(names)} can be used")
+def _environment(wanted: str) -> Iterator[Check]:
+    checks = {name: _backend(name) for name in announced_backends()}
+    usable = [name for name, check in checks.items() if check.status == "ok"]
+    for name, check in checks.items():
+        if usable and check.status == "warn" and not versions_of(_BACKEND_PACKAGES.get(name, ())[:1]):
+            check = replace(check, status="ok", detail=f"not needed beside {usable[0]}: {check.detail}")
+        yield check
+    if not usable:
+        named = f"none of the backends {', '.join(checks)} can be used" if checks else "no backend is installed"
+        yield Check("backend", "fail", f"{named}; {install_command()}")
+    elif wanted not in ("auto", *usable):
+        yield Check("backend", "fail", f"the backend {wanted} cannot be used; {', '.join(usable)} can")
+
+
+def _backend(name: str) -> Check:
+    """Whether the packages of a backend are there, by their metadata: none is imported."""
+    title, packages = f"backend {name}", _BACKEND_PACKAGES.get(name, ())
+    versions = versions_of(packages)
+    shown = ", ".join(f"{package} {version}" for package, version in versions.items())
+    if name == "mlx" and not mlx_runs_here():
+        return Check(title, "warn", f"it is for Apple silicon and Linux, not for {this_platform()}")
+    if missing := [package for package in packages if package not in versions]:
+        return Check(title, "warn", f"missing: {', '.join(missing)}; {install_command(name)}")
+    if not _transformers_fits(versions.get("transformers")):
+        return Check(title, "fail", f"{shown}; transformers must be at least 5.12 and below 6")
+    if name != "mlx":
+        return Check(title, "ok", shown or "installed")
+    if (part := mlx_part()) is None:
+        return Check(title, "fail", f"{shown}, without the part that does the work; {install_command(name)}")
+    return Check(title, "ok", f"{shown}, on {part}")
 
 
 def _transformers_fits(version: str | None) -> bool:
@@ -190,7 +206,7 @@ def _find(facts: Facts, what: str) -> Result:
         return "ok", str(folder)
     if resolve(source) is BUNDLED:
         return "warn", f"not prepared yet; the first run does it, or: dflash models --fetch {BUNDLED.name}"
-    return "fail", f"{source} is not on this machine; load it once, or give a local folder"
+    return "fail", f"{source} is not on this machine; dflash models --fetch {source} brings it, or give a local folder"
 
 
 def _weights_whole(folder: Path | None, facts: Facts, whose: str) -> Result:
@@ -205,17 +221,31 @@ def _target_config(facts: Facts) -> Result:
 
 
 def _target_rewind(facts: Facts) -> Result:
-    kinds = facts.target_config.get("layer_types") or []
-    if stuck := sorted({kind for kind in kinds if any(word in str(kind) for word in _NO_REWIND)}):
-        return "fail", f"the target has {', '.join(stuck)} layers, whose state cannot forget rejected tokens"
+    config, stuck = facts.target_config, defaultdict[str, list[int]](list)
+    for layer, kind in enumerate(map(str, config.get("layer_types") or [])):
+        if any(word in kind for word in _NO_REWIND):
+            stuck[kind].append(layer)
+    if stuck:
+        found = "; ".join(f"{kind} in layers {spans(layers)}" for kind, layers in stuck.items())
+        return "fail", f"the target has layers whose state cannot forget rejected tokens: {found}"
+    family = str(config.get("model_type"))
+    signs = [family] if any(word in family for word in _NO_REWIND) else []
+    signs += [key for key in config if key.startswith(_RECURRENT_KEYS)]
+    if signs and not config.get("layer_types"):  # older configs of hybrid models do not say which layers are which
+        return "fail", f"the target has recurrent layers ({signs[0]}), whose state cannot forget rejected tokens"
     return "ok", "every layer's cache can forget rejected tokens"
 
 
 def _target_dtype(facts: Facts) -> Result:
-    stated = facts.target_config.get("dtype") or facts.target_config.get("torch_dtype")
-    if "quantization_config" in facts.target_config:
-        return "warn", "the target is quantised; drafters are trained for the unquantised weights and accept less here"
-    return "ok", f"{stated or 'not stated'}"
+    config, trained = facts.target_config, "drafters are trained for the unquantised weights and accept less here"
+    if isinstance(mlx := config.get("quantization"), dict):  # mlx-lm's own key, which it writes beside the usual one
+        kind = f"quantised for MLX, {mlx.get('bits')} bits in groups of {mlx.get('group_size')}"
+        if _backend("mlx").status != "ok":
+            return "fail", f"{kind}, which only the mlx backend reads; give the unquantised model"
+        return "warn", f"{kind}; {trained}; the official package advises a block of {MLX_QUANTISED_BLOCK} or less"
+    if "quantization_config" in config:
+        return "warn", f"the target is quantised; {trained}"
+    return "ok", f"{config.get('dtype') or config.get('torch_dtype') or 'not stated'}"
 
 
 def _draft_config(facts: Facts) -> Result:
@@ -306,7 +336,7 @@ def _template(facts: Facts) -> Result:
 
 def _stops(facts: Facts) -> Result:
     if not facts.stop_ids:
-        return "warn", "neither config.json nor generation_config.json has an eos_token_id; only the budget ends a text"
+        return "warn", "neither the target's configs nor its tokenizer name an end token; only the budget ends a text"
     if beyond := [index for index in facts.stop_ids if not 0 <= index < facts.target_number("vocab_size")]:
         return "fail", f"the stop id {beyond[0]} is outside the target's vocabulary"
     try:

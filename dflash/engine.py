@@ -19,7 +19,7 @@ from dflash.errors import PromptError, UsageError
 from dflash.fallback import Fallback
 from dflash.generation import Generation, OnDevice
 from dflash.interfaces import Backend, Clock, Drafter, Target, Verifier
-from dflash.stopping import Stopper
+from dflash.stopping import Stopper, all_stop_ids
 from dflash.tokenizer import Prompt, Tokenizer
 from dflash.types import GenerationResult, SamplingParams, StepEvent
 
@@ -69,8 +69,7 @@ class Engine:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """The model's own stop ids, by its configuration and by its tokenizer."""
-        tokenizers = self.tokenizer.stop_token_ids if self.tokenizer else ()
-        return tuple(sorted({*self.target.info.stop_token_ids, *tokenizers}))
+        return all_stop_ids(self.target.info.stop_token_ids, self.tokenizer)
 
     def generate(
         self,

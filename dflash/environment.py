@@ -30,7 +30,7 @@ def environment(engine: Engine) -> dict[str, Any]:
         "models": models,
         **facts,  # backend, device, dtype
         "template_sha256": tokenizer.template_sha256 if tokenizer else None,
-        "thinking": "the template's default",
+        "thinking": "the template's default" if tokenizer is None or tokenizer.thinking is None else tokenizer.thinking,
         "versions": {"dflash-lab": __version__, "python": platform.python_version(), **engine.backend.versions()},
         "hardware": hardware(),
         "git": git_state(),

@@ -110,6 +110,8 @@ class Backend(Protocol):
     name: str
     rules: tuple[str, ...]
     """The verification rules it offers, by name."""
+    draft_bits: tuple[int, ...]
+    """What it can quantise a drafter's weights to."""
 
     def run(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, called on the one thread that may use the device; where any may, on this one. The
@@ -120,8 +122,8 @@ class Backend(Protocol):
 
     def load_drafter(self, folder: Path, config: DraftConfig, target: Target, *, bits: int | None = None) -> Drafter:
         """Weights into the drafter, next to ``target``'s embedding and head; its context holds
-        ``target.info.max_positions`` tokens at most. ``bits`` (4 or 8) quantises the drafter's products; the output
-        stays the target's. Raises ``BackendError`` where the backend cannot."""
+        ``target.info.max_positions`` tokens at most. ``bits``, one of ``draft_bits``, quantises the drafter's products;
+        the output stays the target's."""
         ...
 
     def verifier(self, rule: str, sampling: SamplingParams, target: Target, *, detail: bool = False) -> Verifier: ...
@@ -139,13 +141,10 @@ class Backend(Protocol):
         ...
 
     def peak_memory(self, target: Target) -> int:
-        """Bytes at most in use on the device since ``reset_peak_memory`` (on a CPU: of the process)."""
+        """Bytes at most in use on the device since ``reset_peak_memory``: of the backend's allocator, or of the process
+        where there is none to ask (PyTorch on a CPU)."""
         ...
 
     def reset_peak_memory(self, target: Target) -> None: ...
-
-    def convert_gguf(self, source: Path, folder: Path, progress: Callable[[float], None]) -> None:
-        """A GGUF file into a safetensors folder with tokenizer and chat template."""
-        ...
 
     def versions(self) -> dict[str, str]: ...

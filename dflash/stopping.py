@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
+from dflash.tokenizer import Tokenizer
 from dflash.types import FinishReason
+
+
+def all_stop_ids(model: Iterable[int], tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """The ids that end a text, sorted: the ``model``'s own, by its configuration, and its tokenizer's end token."""
+    return tuple(sorted({*model, *(tokenizer.stop_token_ids if tokenizer else ())}))
 
 
 class Stopper:

@@ -15,19 +15,20 @@ Prompt = str | Sequence[Mapping[str, Any]] | Sequence[int]
 class Tokenizer:
     """A model folder's tokenizer, from ``transformers``, imported at the first use."""
 
-    def __init__(self, inner: Any) -> None:
-        self._inner = inner
+    def __init__(self, inner: Any, thinking: bool | None = None) -> None:
+        self._inner, self.thinking = inner, thinking
 
     @classmethod
-    def load(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer in ``folder``; None where it holds none (prompts are ids then). Raises ``CheckpointError``."""
+    def load(cls, folder: Path, *, thinking: bool | None = None) -> Tokenizer | None:
+        """The tokenizer in ``folder``; None where it holds none (prompts are ids then). ``thinking`` is what a chat
+        template with a thinking mode is told (None: nothing). Raises ``CheckpointError``."""
         names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
         if not any((folder / name).exists() for name in names):
             return None
         from transformers import AutoTokenizer
 
         try:
-            return cls(AutoTokenizer.from_pretrained(str(folder)))
+            return cls(AutoTokenizer.from_pretrained(str(folder)), thinking)
         except Exception as error:  # transformers raises many kinds; each is about this folder
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise CheckpointError(f"the tokenizer in {folder} cannot be loaded: {reason[0]}") from error
@@ -52,9 +53,14 @@ class Tokenizer:
         """Messages with ``role`` and ``content`` through the chat template, ready for the assistant's turn."""
         if not self.chat_template:
             raise PromptError("this tokenizer has no chat template; give the prompt as text or token ids")
+        told = {} if self.thinking is None else {"enable_thinking": self.thinking}
         try:
             ids = self._inner.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=True, return_dict=True
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **told,
             )["input_ids"]
         except Exception as error:  # templates raise whatever they like; all of it is about the messages
             raise PromptError(f"the chat template refuses these messages: {error}") from error

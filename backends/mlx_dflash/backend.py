@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from dflash.checkpoint import DraftConfig, weight_files
-from dflash.errors import BackendError, WeightsError
+from dflash.errors import WeightsError
 from dflash.types import Proposal, SamplingParams
 from mlx_dflash.drafter import MlxDrafter
 from mlx_dflash.target import MlxTarget, load_target
@@ -20,7 +20,6 @@ from mlx_dflash.thread import on_device_thread
 from mlx_dflash.verify import RULES, MatchVerifier
 
 T = TypeVar("T")
-BITS = (4, 8)
 
 
 class MlxBackend:
@@ -28,6 +27,7 @@ class MlxBackend:
 
     name = "mlx"
     rules = RULES
+    draft_bits = (4, 8)
 
     def run(self, call: Callable[[], T]) -> T:
         """What ``call`` returns, called on the one thread that uses MLX."""
@@ -40,8 +40,6 @@ class MlxBackend:
         self, folder: Path, config: DraftConfig, target: MlxTarget, *, bits: int | None = None
     ) -> MlxDrafter:
         config.check_target(target.info)
-        if bits not in (None, *BITS):
-            raise BackendError(f"draft_bits is {bits!r}; it must be 4 or 8")
         weights: dict[str, mx.array] = {}
         for file in weight_files(folder):
             try:

@@ -13,6 +13,7 @@ from mlx import nn
 from mlx_lm.models.cache import CacheList, RotatingKVCache, make_prompt_cache
 
 from dflash.errors import RewindError
+from dflash.model_folder import spans
 
 
 class RewindableCache:
@@ -28,7 +29,7 @@ class RewindableCache:
                 if not entry.is_trimmable():
                     stuck[type(entry).__name__].append(index)
         if stuck:
-            found = "; ".join(f"{kind} in layers {_spans(layers)}" for kind, layers in stuck.items())
+            found = "; ".join(f"{kind} in layers {spans(layers)}" for kind, layers in stuck.items())
             raise RewindError(
                 f"this target's cache cannot forget rejected tokens: {found}; "
                 "a target needs attention layers throughout"
@@ -73,14 +74,3 @@ def _trim_rotating(cache: Any, count: int) -> int:
     cache.offset -= count
     cache._idx -= count
     return count
-
-
-def _spans(layers: list[int]) -> str:
-    """``0, 2-5``: what a message can hold of many layers."""
-    spans: list[list[int]] = []
-    for layer in layers:
-        if spans and spans[-1][-1] == layer - 1:
-            spans[-1] = [spans[-1][0], layer]
-        else:
-            spans.append([layer])
-    return ", ".join("-".join(map(str, span)) for span in spans)

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from dflash.checkpoint import DraftConfig, weight_files
-from dflash.errors import BackendError, WeightsError
+from dflash.errors import WeightsError
 from dflash.types import Proposal, SamplingParams
 from torch_dflash.drafter import TorchDrafter, check_fits
 from torch_dflash.memory import peak_memory, reset_peak_memory
@@ -35,6 +35,7 @@ class TorchBackend:
 
     name = "torch"
     rules = RULES
+    draft_bits = ()
     native = True
     """Whether targets that can be served natively are."""
 
@@ -45,8 +46,7 @@ class TorchBackend:
         self, folder: Path, config: DraftConfig, target: ServedTarget, *, bits: int | None = None
     ) -> TorchDrafter:
         config.check_target(target.info)
-        if bits is not None:
-            raise BackendError("the torch backend does not quantise drafters; leave draft_bits out, or use mlx")
+        assert bits is None, "this backend does not quantise drafters"
         embedding = target.model.get_input_embeddings().weight.detach()
         head = target.model.get_output_embeddings().weight.detach()
         model = load_draft_model(folder, config).to(device=target.device, dtype=head.dtype)
@@ -78,11 +78,6 @@ class TorchBackend:
 
     def reset_peak_memory(self, target: ServedTarget) -> None:
         reset_peak_memory(target.device)
-
-    def convert_gguf(self, source: Path, folder: Path, progress: Callable[[float], None]) -> None:
-        from torch_dflash.gguf import convert_gguf
-
-        convert_gguf(source, folder, progress)
 
     def versions(self) -> dict[str, str]:
         return {"torch": torch.__version__, "transformers": transformers.__version__}

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """``--target --draft --backend --device --dtype``."""
+    """``--target --draft --backend --device --dtype --draft-bits --thinking``."""
     group = parser.add_argument_group("models")
     group.add_argument(
         "--target", metavar="MODEL", help="target: a pair's name, a folder or a hub id (default: smollm2-135m)"
@@ -30,9 +30,24 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--draft", metavar="MODEL", help="drafter: a folder or a hub id (default: the one known for the target)"
     )
-    group.add_argument("--backend", default="auto", help="auto, or an installed backend's name (default: auto)")
-    group.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1 … (default: auto)")
+    group.add_argument(
+        "--backend", default="auto", help="auto, torch or mlx (default: auto, mlx on Apple silicon and torch elsewhere)"
+    )
+    group.add_argument(
+        "--device", default="auto", help="torch: auto, cpu, cuda, cuda:1 …; mlx: auto, cpu or gpu (default: auto)"
+    )
     group.add_argument("--dtype", default="auto", help="auto, float32, float16 or bfloat16 (default: auto)")
+    group.add_argument(
+        "--draft-bits",
+        type=int,
+        choices=(4, 8),
+        help="the drafter's weights in 4 or 8 bits; the output stays the target's (mlx only; default: as stored)",
+    )
+    group.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="what a chat template with a thinking mode is told (default: as when the drafter was trained)",
+    )
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
@@ -101,7 +116,8 @@ def load_engine(args: argparse.Namespace, **options: Any) -> Engine:
     models: dict[str, Any] = {"target": args.target, "draft": args.draft}
     if args.target is not None and args.draft is None:  # a pair's name is a target with a known drafter
         models = {"pair": args.target}
-    return load(**models, backend=args.backend, device=args.device, dtype=args.dtype, **options)
+    names = ("backend", "device", "dtype", "draft_bits", "thinking")
+    return load(**models, **{name: getattr(args, name) for name in names}, **options)
 
 
 def read_prompt(text: str | None, file: str | None) -> str:

@@ -18,11 +18,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     import json
 
+    from dflash.backends import preferred_backend
     from dflash.doctor import examine
     from dflash.loading import choose_pair
 
-    target, draft = choose_pair(args.pair, args.target, args.draft)
-    checks = examine(target, draft)
+    backend = preferred_backend() if args.backend == "auto" else args.backend
+    target, draft = choose_pair(args.pair, args.target, args.draft, backend)
+    checks = examine(target, draft, args.backend)
     failed = [check for check in checks if check.status == "fail"]
     if args.json:
         from dataclasses import asdict

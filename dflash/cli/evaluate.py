@@ -29,13 +29,17 @@ def run(args: argparse.Namespace) -> int:
     import warnings
     from dataclasses import asdict
 
+    from dflash.backends import find_backend
     from dflash.cli.progress import Bar
+    from dflash.errors import UsageError
     from dflash.prompts import load_prompts
     from dflash.records import read_records
     from dflash.served import Served, evaluate
 
     chosen = load_prompts(args.prompts, limit=args.limit).take(args.limit)
     records = read_records([args.heldout]) if args.heldout else []
+    if records and find_backend(args.backend).name != "torch":
+        raise UsageError("--heldout is measured with the torch backend; add --backend torch")
     options = decoding_of(args)
     engine = load_engine(args)
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning), Bar("prompts") as bar:  # the notes say it

@@ -11,19 +11,24 @@ if TYPE_CHECKING:
     from dflash.registry import Pair
 
 HELP = "list the pairs known by name and where they live; fetch or verify them"
+BACKENDS = ("torch", "mlx")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fetch", metavar="NAME", help="fetch the pair of that name now, so that later runs start")
-    parser.add_argument("--backend", default="auto", help="the backend that converts what is fetched (default: auto)")
+    parser.add_argument(
+        "--fetch", metavar="MODEL", help="fetch a pair by its name, or a target by its hub id with its drafter, now"
+    )
+    parser.add_argument("--backend", default="auto", help="the backend to fetch a pair's target for (default: auto)")
     parser.add_argument("--verify", action="store_true", help="check the files of the bundled pair by their hashes")
-    parser.add_argument("--json", action="store_true", help="one JSON line: name, target, draft and ready of each pair")
+    parser.add_argument(
+        "--json", action="store_true", help="one JSON line: name, draft, and target and ready by backend, of each pair"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     import json
 
-    from dflash.registry import PAIRS
+    from dflash.registry import MLX_QUANTISED_BLOCK, PAIRS
 
     if args.fetch:
         _fetch(args.fetch, args.backend)
@@ -31,30 +36,50 @@ def run(args: argparse.Namespace) -> int:
     rows = [_row(pair) for pair in PAIRS]
     if args.json:
         print(json.dumps([{key: row[key] for key in ("name", "target", "draft", "ready")} for row in rows]))
-    else:
-        for row in rows:
-            state = f"ready, {row['bytes'] / 1e6:,.0f} MB" if row["ready"] else "not on this machine yet"
-            print(f"{row['name']}  ({state})")
-            print(f"    {row['description']}" + (f"; {row['notes']}" if row["notes"] else ""))
-            print(f"    target  {row['target']}\n    draft   {row['draft']}")
+        return 1 if faults else 0
+    for pair, row in zip(PAIRS, rows, strict=True):
+        print(f"{pair.name}  ({_state(row)})")
+        print(f"    {pair.description}" + (f"; {pair.notes}" if pair.notes else ""))
+        print(f"    target  {row['target']['torch']}")
+        if pair.mlx:
+            print(f"    on MLX  {row['target']['mlx']}{_others(pair)}")
+        print(f"    draft   {row['draft']}")
+    print(f"A target quantised to 4 or 8 bits is best served with --block-size {MLX_QUANTISED_BLOCK} or less on MLX.")
     return 1 if faults else 0
 
 
+def _state(row: dict[str, Any]) -> str:
+    ready = [backend for backend in BACKENDS if row["ready"][backend]]
+    if not ready:
+        return "not on this machine yet"
+    return f"ready{'' if len(ready) == len(BACKENDS) else f' on {ready[0]}'}, {row['bytes'] / 1e6:,.0f} MB"
+
+
+def _others(pair: Pair) -> str:
+    """The formats of the MLX targets after the first."""
+    return f" (or …-{', …-'.join(source.rsplit('-', 1)[1] for source in pair.mlx[1:])})" if pair.mlx[1:] else ""
+
+
 def _fetch(name: str, backend: str) -> None:
-    from dflash import bundled
+    from dflash import bundled, hub
+    from dflash.backends import find_backend
     from dflash.errors import ModelNotFoundError
-    from dflash.loading import find_backend
-    from dflash.registry import BUNDLED, PAIRS, locate, resolve
+    from dflash.registry import BUNDLED, bundled_draft, find_pair, near, resolve
 
     pair = resolve(name)
-    if pair is None:
-        known = ", ".join(known.name for known in PAIRS)
-        raise ModelNotFoundError(f"there is no pair {name!r} to fetch; known are {known}")
     if pair is BUNDLED:  # asked for by name, so worth reading every byte
-        bundled.prepare(bundled.SMOLLM2_135M, find_backend(backend), thorough=True)
+        bundled.prepare(bundled.SMOLLM2_135M, thorough=True)
+        bundled_draft()
+        return
+    if pair:
+        sources = [pair.target_for(find_backend(backend).name), pair.draft]
+    elif hub.split(name):
+        found = find_pair(name)
+        sources = [name] + ([found.draft] if found and hub.split(found.draft) else [])
     else:
-        locate(pair.target, what="target", backend=None)
-    locate(pair.draft, what="draft", backend=None)
+        raise ModelNotFoundError(f"{name!r} is no pair or hub id (owner/name) to fetch; {near(name)}")
+    for source in sources:
+        hub.fetch(source, near(source))
 
 
 def _verify() -> list[str]:
@@ -83,32 +108,33 @@ def _verify() -> list[str]:
 
 
 def _row(pair: Pair) -> dict[str, Any]:
-    from dflash.errors import ModelNotFoundError
-    from dflash.registry import find_local
-
-    places: dict[str, Path | None] = {}
-    for what, source in (("target", pair.target), ("draft", pair.draft)):
-        try:
-            places[what] = find_local(source, what=what)
-        except ModelNotFoundError:  # the bundled drafter is missing from the installation; doctor says so
-            places[what] = None
-    found = [folder for folder in places.values() if folder is not None]
+    targets = {backend: _place(pair.target_for(backend), "target") for backend in BACKENDS}
+    draft = _place(pair.draft, "draft")
+    found = {folder for folder in (*targets.values(), draft) if folder is not None}
     return {
         "name": pair.name,
-        "target": str(places["target"] or _future(pair, "target")),
-        "draft": str(places["draft"] or _future(pair, "draft")),
-        "ready": len(found) == 2,
+        "target": {backend: str(folder or _future(pair, backend)) for backend, folder in targets.items()},
+        "draft": str(draft or _future(pair, "draft")),
+        "ready": {backend: bool(folder and draft) for backend, folder in targets.items()},
         "bytes": sum(file.stat().st_size for folder in found for file in folder.rglob("*") if file.is_file()),
-        "description": pair.description,
-        "notes": pair.notes,
     }
 
 
-def _future(pair: Pair, what: str) -> str:
-    """Where an absent model will be: a folder for the bundled pair, else its hub id."""
+def _place(source: str, what: str) -> Path | None:
+    from dflash.errors import ModelNotFoundError
+    from dflash.registry import find_local
+
+    try:
+        return find_local(source, what=what)
+    except ModelNotFoundError:  # the bundled drafter is missing from the installation; doctor says so
+        return None
+
+
+def _future(pair: Pair, part: str) -> str:
+    """Where an absent drafter or backend's target will be: a folder for the bundled pair, else its hub id."""
     from dflash.bundled import SMOLLM2_135M
     from dflash.registry import BUNDLED, bundled_draft_folder
 
     if pair is not BUNDLED:
-        return pair.target if what == "target" else pair.draft
-    return str(SMOLLM2_135M.folder if what == "target" else bundled_draft_folder())
+        return pair.draft if part == "draft" else pair.target_for(part)
+    return str(bundled_draft_folder() if part == "draft" else SMOLLM2_135M.folder)

@@ -1,4 +1,4 @@
-"""Train a drafter: responses from the target, the training run, and the drafter's folder."""
+"""Train a drafter, on the torch backend: responses from the target, the training run, and the drafter's folder."""
 
 from __future__ import annotations
 
@@ -92,10 +92,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _data(args: argparse.Namespace) -> int:
+    from dflash.backends import find_backend
     from dflash.cli.progress import Bar, duration
     from dflash.errors import PromptError
-    from dflash.loading import find_backend
     from dflash.registry import locate
+    from dflash.stopping import all_stop_ids
     from dflash.tokenizer import Tokenizer
 
     prompts = _prompts(args)
@@ -125,7 +126,8 @@ def _data(args: argparse.Namespace) -> int:
                     f"{progress.tokens_per_second:.0f} tok/s · {duration(progress.seconds_left)} left",
                 )
 
-            added = regenerate(target, ids, args.out, stop_token_ids(target), settings, report)
+            stops = all_stop_ids(stop_token_ids(target), tokenizer)
+            added = regenerate(target, ids, args.out, stops, settings, report)
     except KeyboardInterrupt:
         print(f"stopped; {args.out} keeps every finished row, and the same command continues", file=sys.stderr)
         return 130
@@ -152,9 +154,9 @@ def _train(args: argparse.Namespace) -> int:
     import json
     import os
 
+    from dflash.backends import find_backend
     from dflash.cli.common import Interruption
     from dflash.cli.progress import Bar, duration
-    from dflash.loading import find_backend
     from dflash.prompts import load_prompts
     from dflash.registry import locate
     from dflash.served import Served

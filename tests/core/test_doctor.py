@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from model_folders import draft_dict, target_dict, write_draft, write_target, write_tensors
 
-from dflash import bundled, doctor, registry
+from dflash import backends, bundled, doctor
 from dflash.doctor import Check, examine
 from dflash.errors import ModelNotFoundError, UsageError
 
@@ -65,7 +65,16 @@ def test_a_pair_that_fits_passes_every_check(target: Path, draft: Path) -> None:
         ("block", "warn", {"max_position_embeddings": 512}, "the drafter has 256 positions and the target 512"),
         ("stop ids", "warn", {"eos_token_id": None}, "only the budget ends a text"),
         ("stop ids", "fail", {"eos_token_id": 99}, "stop id 99 is outside"),
-        ("target rewind", "fail", {"layer_types": ["linear_attention"]}, "cannot forget rejected tokens"),
+        (
+            "target rewind",
+            "fail",
+            {"layer_types": ["conv", *["linear_attention"] * 3, "full_attention", "linear_attention"]},
+            "cannot forget rejected tokens: conv in layers 0; linear_attention in layers 1-3, 5",
+        ),
+        ("target rewind", "ok", {"layer_types": ["sliding_attention"] * 6}, "can forget"),
+        ("target rewind", "fail", {"model_type": "falcon_mamba"}, "recurrent layers (falcon_mamba)"),
+        ("target rewind", "fail", {"linear_conv_kernel_dim": 4}, "recurrent layers (linear_conv_kernel_dim)"),
+        ("target rewind", "ok", {"mamba_d_state": 4, "layer_types": ["attention"] * 6}, "can forget"),
         ("target dtype", "warn", {"quantization_config": {}}, "quantised"),
         ("target config", "fail", {"hidden_size": "16"}, "hidden_size is '16'"),
         ("hidden size", "fail", {"hidden_size": None}, "hidden_size is None in the target's config.json"),
@@ -164,7 +173,8 @@ def test_a_folder_without_tokenizer_is_a_warning(target: Path, draft: Path) -> N
 
 
 def test_models_that_are_not_here_are_not_fetched(cache: Path, draft: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_hub_folder", lambda hub_id, local_only=False: None if local_only else pytest.fail())
+    monkeypatch.setattr("dflash.hub.cached", lambda source: None)
+    monkeypatch.setattr("dflash.hub.fetch", lambda source, near: pytest.fail("fetched"))
     checks = {check.name: check for check in examine("Qwen/Qwen3-8B", "no such thing")}
     assert checks["target found"].status == "fail"
     assert "not on this machine" in checks["target found"].detail
@@ -192,29 +202,95 @@ def test_the_bundled_target_is_held_to_its_hashes(
     assert "has changed; dflash models --fetch" in found.detail
 
 
-@pytest.mark.parametrize(
-    ("versions", "status"),
-    [
-        ({"torch": "2.7", "transformers": "5.12.1", "safetensors": "0.5"}, {"backend torch": "ok"}),
-        ({"torch": "2.7", "transformers": "6.0.0", "safetensors": "0.5"}, {"backend torch": "fail", "backend": "fail"}),
-        ({"torch": "2.7", "transformers": "5.9", "safetensors": "0.5"}, {"backend torch": "fail", "backend": "fail"}),
-        ({"torch": "2.7", "safetensors": "0.5"}, {"backend torch": "warn", "backend": "fail"}),
-    ],
-)
-def test_the_backend_and_its_versions_are_checked(
-    versions: dict[str, str], status: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+TORCH = {"torch": "2.7", "transformers": "5.12.1", "safetensors": "0.5"}
+MLX = {"mlx": "0.32.4", "mlx-lm": "0.32.2", "transformers": "5.12.1"}
+
+
+def install(monkeypatch: pytest.MonkeyPatch, versions: dict[str, str], platform: tuple[str, str]) -> None:
+    """Make these the machine's packages and platform; both backends announce themselves."""
+
     def version(package: str) -> str:
         if package not in versions:
             raise importlib.metadata.PackageNotFoundError(package)
         return versions[package]
 
-    point = importlib.metadata.EntryPoint("torch", "torch_dflash.backend:TorchBackend", "dflash.backends")
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [point])
-    monkeypatch.setattr(importlib.metadata, "version", version)
-    assert {check.name: check.status for check in doctor._environment()} == status
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
-    assert [check.status for check in doctor._environment()] == ["fail"]
+    points = [importlib.metadata.EntryPoint(name, "nowhere:Backend", "dflash.backends") for name in ("torch", "mlx")]
+    monkeypatch.setattr(backends, "entry_points", lambda group: points)
+    monkeypatch.setattr(backends, "version", version)
+    monkeypatch.setattr("platform.system", lambda: platform[0])
+    monkeypatch.setattr("platform.machine", lambda: platform[1])
+
+
+@pytest.mark.parametrize("platform", [("Linux", "x86_64"), ("Darwin", "arm64"), ("Windows", "AMD64")])
+@pytest.mark.parametrize(
+    ("versions", "status"),
+    [
+        (TORCH, {"backend torch": "ok", "backend mlx": "ok"}),
+        (TORCH | {"transformers": "6.0.0"}, {"backend torch": "fail", "backend mlx": "warn", "backend": "fail"}),
+        (TORCH | {"transformers": "5.9"}, {"backend torch": "fail", "backend mlx": "warn", "backend": "fail"}),
+        ({"torch": "2.7"}, {"backend torch": "warn", "backend mlx": "warn", "backend": "fail"}),
+        ({}, {"backend torch": "warn", "backend mlx": "warn", "backend": "fail"}),
+    ],
+)
+def test_the_torch_backend_and_its_versions_are_checked(
+    versions: dict[str, str], status: dict[str, str], platform: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, versions, platform)
+    assert {check.name: check.status for check in doctor._environment("auto")} == status
+
+
+def test_one_sentence_says_what_the_machine_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, {}, ("Darwin", "arm64"))
+    wanted = "none of the backends mlx, torch can be used; pip install 'dflash-lab[mlx]'"
+    assert {check.name: check.detail for check in doctor._environment("auto")}["backend"] == wanted
+    install(monkeypatch, TORCH, ("Darwin", "x86_64"))
+    checks = {check.name: check.detail for check in doctor._environment("mlx")}
+    assert checks["backend mlx"] == "not needed beside torch: it is for Apple silicon and Linux, not for macOS x86_64"
+    assert checks["backend"] == "the backend mlx cannot be used; torch can"
+    monkeypatch.setattr(backends, "entry_points", lambda group: [])
+    (check,) = doctor._environment("auto")
+    assert (check.status, check.detail) == ("fail", "no backend is installed; pip install 'dflash-lab[torch]'")
+
+
+@pytest.mark.parametrize(
+    ("part", "platform", "status", "detail"),
+    [
+        ("mlx-metal", ("Darwin", "arm64"), "ok", "mlx 0.32.4, mlx-lm 0.32.2, transformers 5.12.1, on Metal"),
+        ("mlx-cpu", ("Linux", "aarch64"), "ok", "mlx 0.32.4, mlx-lm 0.32.2, transformers 5.12.1, on CPU"),
+        ("nothing", ("Linux", "x86_64"), "fail", "without the part that does the work; pip install 'dflash-lab[mlx]'"),
+        ("mlx-cpu", ("Windows", "AMD64"), "warn", "it is for Apple silicon and Linux, not for Windows AMD64"),
+    ],
+)
+def test_the_mlx_backend_and_its_device_are_checked(
+    part: str, platform: tuple[str, str], status: str, detail: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, MLX | {part: "0.32.4"}, platform)
+    found = {check.name: check for check in doctor._environment("auto")}["backend mlx"]
+    assert found.status == status
+    assert detail in found.detail
+
+
+def test_a_target_quantised_for_mlx_needs_the_mlx_backend(
+    target: Path, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = target_dict(quantization={"group_size": 64, "bits": 4}, quantization_config={"group_size": 64, "bits": 4})
+    (target / "config.json").write_text(json.dumps(raw))
+    install(monkeypatch, MLX | {"mlx-metal": "0.32.4"}, ("Darwin", "arm64"))
+    found = results(target, draft)["target dtype"]
+    assert found.status == "warn"
+    assert found.detail.startswith("quantised for MLX, 4 bits in groups of 64; drafters are trained for")
+    install(monkeypatch, TORCH, ("Linux", "x86_64"))
+    found = results(target, draft)["target dtype"]
+    assert found.status == "fail"
+    assert "only the mlx backend reads; give the unquantised model" in found.detail
+
+
+def test_the_tokenizers_end_token_ends_a_text_too(target: Path, draft: Path) -> None:
+    for end in ("<1>", {"content": "<1>", "special": True}):
+        (target / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+        assert results(target, draft)["stop ids"].detail == "1 <1>, 2 <2>"
+    (target / "config.json").write_text(json.dumps(target_dict(eos_token_id=None)))
+    assert results(target, draft)["stop ids"] == Check("stop ids", "ok", "1 <1>")
 
 
 def command(*words: str) -> int:

@@ -14,7 +14,7 @@ import dflash
 
 CORE = Path(dflash.__file__).parent
 TENSOR_LIBRARIES = {"torch", "mlx", "jax", "tensorflow", "torch_dflash", "mlx_dflash"}
-LAZY = {"transformers", "datasets", "huggingface_hub", "safetensors"}
+LAZY = {"transformers", "datasets", "huggingface_hub", "safetensors", "gguf", "tokenizers"}
 
 PROBE = """
 import json, sys, time
@@ -75,3 +75,11 @@ def test_core_modules_import_no_tensor_library_anywhere(file: Path) -> None:
     tree = ast.parse(file.read_text())
     assert not imported(tree) & TENSOR_LIBRARIES
     assert not module_level(tree) & LAZY
+
+
+@pytest.mark.parametrize(("backend", "other"), [("torch_dflash", "mlx"), ("mlx_dflash", "torch")])
+def test_no_backend_imports_the_other_ones_library_anywhere(backend: str, other: str) -> None:
+    files = sorted((CORE.parent / "backends" / backend).rglob("*.py"))
+    assert len(files) > 5
+    forbidden = {other, f"{other}_lm", f"{other}_dflash"}
+    assert [file.name for file in files if imported(ast.parse(file.read_text())) & forbidden] == []

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import pytest
+from byte_tokenizer import ByteTokenizer
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dflash.stopping import Stopper
+from dflash.stopping import Stopper, all_stop_ids
 
 STOP, OTHER_STOP = 99, 98
+
+
+def test_a_text_ends_by_the_models_ids_and_its_tokenizers() -> None:
+    tokenizer = ByteTokenizer()
+    tokenizer.stop_token_ids = (OTHER_STOP,)
+    assert all_stop_ids((STOP, 3), tokenizer) == (3, OTHER_STOP, STOP)
+    assert all_stop_ids((STOP, STOP), None) == (STOP,)
+    assert all_stop_ids((), tokenizer) == (OTHER_STOP,)
 
 
 @pytest.mark.parametrize("offset", range(6))

@@ -193,7 +193,7 @@ def test_a_request_that_can_never_work_is_one_sentence_and_exit_2(capsys, pair, 
     [
         (["--target", "nowhere"], "nowhere"),
         (["--target", "no/such-model", "--draft", "no/such-drafter"], "no/such-model"),
-        (["--backend", "abacus"], "backend 'abacus' is not installed"),
+        (["--backend", "abacus"], "there is no backend 'abacus'"),
         (["--device", "abacus"], "device 'abacus' cannot be used"),
         (["--dtype", "int3"], "dtype is 'int3'"),
         (["--trace", "/no/such/folder/trace"], "there is no folder /no/such/folder"),
