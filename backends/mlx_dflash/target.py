@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
@@ -88,7 +89,7 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
     wanted = DTYPES.get(dtype) or (mx.float32 if where == "cpu" else None)
     config = read_target_config(folder)
     try:
-        _, arguments = _get_classes(config={"model_type": config.get("model_type")} | config)
+        _, arguments = _classes(config={"model_type": config.get("model_type")} | config)
     except ValueError:
         raise CheckpointError(
             f"mlx-lm {version('mlx-lm')} does not know the model_type {config.get('model_type')!r} of {folder}; "
@@ -96,7 +97,7 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         ) from None
     flat = flat_rope(config, arguments)
     try:
-        model: Any = load_model(folder, lazy=True, model_config=flat)[0]
+        model: Any = load_model(folder, lazy=True, model_config=flat, get_model_classes=_classes)[0]
         parts = parts_of(model)
         _replace_rope(parts, config)
         if wanted is not None:
@@ -111,6 +112,24 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         _refuse_overflow(model, folder)
     _wire_memory()
     return MlxTarget(model, parts, layer_ids, _info(model, parts, folder, config, where))
+
+
+def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
+    """mlx-lm's model and argument classes; the model's of Qwen3, which has no place for attention biases, with those
+    where the config asks for them."""
+    model_class, arguments = _get_classes(config=config)
+    if config.get("model_type") not in ("qwen3", "qwen3_moe") or not config.get("attention_bias"):
+        return model_class, arguments
+
+    def build(values: Any) -> Any:
+        model = model_class(values)
+        for layer in model.layers:
+            for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+                outputs, inputs = layer.self_attn[name].weight.shape
+                layer.self_attn[name] = nn.Linear(inputs, outputs, bias=True)
+        return model
+
+    return build, arguments
 
 
 def choose_device(device: str) -> str:
