@@ -96,6 +96,11 @@ class Taps:
         """Features [n, K*H] of the last forward in the order of the ids, then forgotten. Raises ``BackendError``."""
         if missing := [index for index in self._ids if index not in self.seen]:
             raise BackendError(f"the target's forward passed by its layer {missing[0]}; its layers cannot be tapped")
+        if odd := [index for index in self._ids if self.seen[index].ndim != 3]:
+            raise BackendError(
+                f"the target's layer {odd[0]} hands on {list(self.seen[odd[0]].shape)}, not one sequence of states; "
+                "its layers cannot be tapped"
+            )
         features = mx.concatenate([self.seen[index] for index in self._ids], axis=-1)[0]
         self.seen.clear()
         return features

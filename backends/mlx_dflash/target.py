@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
+from dflash.checkpoint import CONFIG_FILE, read_json
 from dflash.errors import BackendError, CheckpointError, DFlashError
 from dflash.model_folder import read_target_config, stop_token_ids
 from dflash.types import TargetInfo, TargetOutput
@@ -88,16 +89,9 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         raise BackendError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
     wanted = DTYPES.get(dtype) or (mx.float32 if where == "cpu" else None)
     config = read_target_config(folder)
+    changes = _readable(folder, config)
     try:
-        _, arguments = _classes(config={"model_type": config.get("model_type")} | config)
-    except ValueError:
-        raise CheckpointError(
-            f"mlx-lm {version('mlx-lm')} does not know the model_type {config.get('model_type')!r} of {folder}; "
-            "a newer mlx-lm or the torch backend may"
-        ) from None
-    flat = flat_rope(config, arguments)
-    try:
-        model: Any = load_model(folder, lazy=True, model_config=flat, get_model_classes=_classes)[0]
+        model: Any = load_model(folder, lazy=True, model_config=changes, get_model_classes=_classes)[0]
         parts = parts_of(model)
         _replace_rope(parts, config)
         if wanted is not None:
@@ -112,6 +106,27 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         _refuse_overflow(model, folder)
     _wire_memory()
     return MlxTarget(model, parts, layer_ids, _info(model, parts, folder, config, where))
+
+
+def _readable(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """What to change in the folder's config so that mlx-lm reads all of it. Raises ``CheckpointError``."""
+    raw = read_json(folder / CONFIG_FILE)
+    kind, text = raw.get("model_type"), raw.get("text_config")
+    try:
+        _, arguments = _classes(raw | {"model_type": kind})
+    except (ValueError, SystemExit):  # a class whose own package is missing ends the process
+        raise CheckpointError(
+            f"mlx-lm {version('mlx-lm')} does not know the model_type {kind!r} of {folder}; "
+            "a newer mlx-lm or the torch backend may"
+        ) from None
+    if not isinstance(text, dict):
+        return flat_rope(config, arguments)
+    try:
+        _, arguments = _classes(text | {"model_type": text.get("model_type")})
+    except ValueError:  # a language model that is only known inside of its whole
+        arguments = None
+    flat = flat_rope(config, arguments)
+    return {"text_config": text | flat} if flat else {}
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -182,8 +197,10 @@ def _info(model: Any, parts: Parts, folder: Path, config: dict[str, Any], device
 
 
 def _float_type(model: Any) -> mx.Dtype:
-    """The type that the model computes in: that of its norms, which no quantisation touches."""
-    return next(weight.dtype for name, weight in _weights(model) if "norm" in name and weight.ndim == 1)
+    """The type that the model computes in: that of its norms and biases, which no quantisation touches."""
+    return next(
+        weight.dtype for _, weight in _weights(model) if weight.ndim == 1 and mx.issubdtype(weight.dtype, mx.floating)
+    )
 
 
 def _weights(model: Any) -> list[tuple[str, mx.array]]:

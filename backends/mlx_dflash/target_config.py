@@ -21,13 +21,13 @@ _NESTED = ("rope_theta", "partial_rotary_factor")
 _DEFAULT_THETA = 10_000.0  # transformers' own, where a config does not say
 
 
-def flat_rope(config: Mapping[str, Any], arguments: type) -> dict[str, Any]:
+def flat_rope(config: Mapping[str, Any], arguments: type | None) -> dict[str, Any]:
     """The keys to add to ``config`` (the language model's part) so that ``arguments``, mlx-lm's dataclass of the
-    family, holds its RoPE. Raises ``CheckpointError`` where it cannot."""
+    family (None: unknown), holds its RoPE. Raises ``CheckpointError`` where it cannot."""
     nested = config.get("rope_parameters")
     if not isinstance(nested, Mapping):
         return {}
-    known = {field.name for field in fields(arguments)}
+    known = {field.name for field in fields(arguments)} if arguments else set()
     if "rope_parameters" in known:
         return {}
     if any(isinstance(value, Mapping) for value in nested.values()):
