@@ -10,9 +10,10 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+import numpy as np
 import torch
 from dflash.model import DFlashDraftModel, dflash_generate
-from protocol import margin, pack, serve
+from protocol import official_trace, serve, timed
 from transformers import AutoModelForCausalLM
 
 
@@ -39,17 +40,17 @@ def generate(pair: Any, request: dict[str, Any]) -> list[int]:
 
 def trace(pair: Any, request: dict[str, Any]) -> dict[str, Any]:
     target, draft = pair
-    passes: list[tuple[int, list[int], torch.Tensor]] = []  # first position, tokens, logits [n, V]
-    drafts: list[torch.Tensor] = []  # [count, V]
+    passes: list[tuple[int, list[int], np.ndarray]] = []
+    drafts: list[np.ndarray] = []
 
     def watch(_module: Any, args: Any, kwargs: Any, output: Any) -> None:
-        passes.append((int(kwargs["position_ids"][0, 0]), args[0][0].tolist(), output.logits[0]))
+        passes.append((int(kwargs["position_ids"][0, 0]), args[0][0].tolist(), output.logits[0].numpy()))
 
     compute_logits = draft.compute_logits
 
     def watched(*args: Any) -> torch.Tensor:
         logits = compute_logits(*args)
-        drafts.append(logits[0])
+        drafts.append(logits[0].numpy())
         return logits
 
     hook = target.register_forward_hook(watch, with_kwargs=True)
@@ -59,33 +60,8 @@ def trace(pair: Any, request: dict[str, Any]) -> dict[str, Any]:
     finally:
         hook.remove()
         del draft.compute_logits
-    prefill, *verified = passes
-    prompt_length = len(request["prompt"])
-    final = prompt_length + len(output) - 1  # position of the newest token, had there been another round
-    ends = [*(start for start, _, _ in verified[1:]), final][: len(verified)]
-    rounds, margins = [], [margin(prefill[2].numpy())]
-    for (start, block, logits), end, drafted in zip(verified, ends, drafts, strict=True):
-        choice = logits.argmax(-1).tolist()
-        accepted = 0
-        while accepted < len(block) - 1 and block[accepted + 1] == choice[accepted]:
-            accepted += 1
-        first = start - prompt_length + 1
-        rounds.append(
-            {
-                "position": start,
-                "drafted": block[1:],
-                "accepted": min(accepted, end - start),  # tokens behind a stop or the budget do not count
-                "committed": output[first : first + end - start],
-            }
-        )
-        margins += [margin(logits[: accepted + 1].numpy()), margin(drafted.numpy())]
-    return {
-        "output": output,
-        "rounds": rounds,
-        "logits": [pack(logits[:, :: request["logit_stride"]].numpy()) for logits in drafts[: request["logit_rounds"]]],
-        "margin": min(margins),
-    }
+    return official_trace(request, output, passes, drafts)
 
 
 if __name__ == "__main__":
-    serve(load, trace, generate)
+    serve(load, trace=trace, time=timed(generate))

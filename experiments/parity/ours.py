@@ -4,28 +4,36 @@ worker of its own. For a trace, a wrapper around one drafter's ``logits`` keeps 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
-from protocol import pack, serve
+import numpy as np
+from protocol import pack, serve, stepwise, timed
 
 import dflash
 from dflash.engine import Engine
+from dflash.generation import Generation
+
+BARE: dict[Engine, Engine] = {}
 
 
-def open_pair(target: str | Path, draft: str | Path) -> Engine:
-    return dflash.load(target=target, draft=draft, backend="torch", device="cpu", dtype="float32")
+def open_pair(target: str | Path, draft: str | Path, backend: str) -> Engine:
+    return dflash.load(target=target, draft=draft, backend=backend, device="cpu", dtype="float32")
 
 
 def load(request: dict[str, Any]) -> tuple[Engine, dict[str, Any]]:
-    torch.set_num_threads(request["threads"])
-    engine = open_pair(request["target"], request["draft"])
+    if request["backend"] == "torch":  # the other one goes by the environment that the worker was started with
+        import torch
+
+        torch.set_num_threads(request["threads"])
+    engine = open_pair(request["target"], request["draft"], request["backend"])
     return engine, {"versions": {"dflash-lab": dflash.__version__} | engine.backend.versions()}
 
 
-def _run(engine: Engine, request: dict[str, Any]) -> dflash.GenerationResult:
-    return engine.generate(
+def start(engine: Engine, request: dict[str, Any]) -> Generation:
+    """The request's generation, to be iterated over."""
+    return engine.stream(
         request["prompt"],
         max_new_tokens=request["max_new_tokens"],
         stop_token_ids=request["stop"],
@@ -34,18 +42,14 @@ def _run(engine: Engine, request: dict[str, Any]) -> dflash.GenerationResult:
     )
 
 
-def generate(engine: Engine, request: dict[str, Any]) -> list[int]:
-    return _run(engine, request).token_ids
-
-
 def trace(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
-    drafts: list[torch.Tensor] = []
+    drafts: list[np.ndarray] = []
     drafter: Any = engine.drafter
     logits_of = drafter.logits
 
-    def watched(*args: Any) -> torch.Tensor:
-        logits: torch.Tensor = logits_of(*args)
-        drafts.append(logits)
+    def watched(anchor: int, count: int) -> Any:
+        logits = logits_of(anchor, count)
+        drafts.append(engine.backend.numpy(logits))  # here, on the thread that may use the device
         return logits
 
     drafter.logits, checked = watched, engine.check
@@ -53,7 +57,7 @@ def trace(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # a random drafter never gets a token accepted: no news
-            result = _run(engine, request)
+            result = start(engine, request).result()
     finally:
         del drafter.logits
         engine.check = checked
@@ -69,9 +73,30 @@ def trace(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
             }
             for step in rounds
         ],
-        "logits": [pack(logits[:, :: request["logit_stride"]].numpy()) for logits in drafts[: request["logit_rounds"]]],
+        "logits": [pack(logits[:, :: request["logit_stride"]]) for logits in drafts[: request["logit_rounds"]]],
     }
 
 
+def real_rounds(engine: Engine, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    import round_cost
+
+    return round_cost.real_rounds(engine, start(engine, request))
+
+
+def bare_rounds(engine: Engine, request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """On a second engine of the same pair, so that a real run may stand between two rounds meanwhile."""
+    import round_cost
+
+    if engine not in BARE:
+        BARE.clear()
+        BARE[engine] = open_pair(engine.facts["target_folder"], engine.facts["draft_folder"], engine.backend.name)
+    return round_cost.bare_rounds(BARE[engine], request)
+
+
 if __name__ == "__main__":
-    serve(load, trace, generate)
+    serve(
+        load,
+        trace=trace,
+        time=timed(lambda engine, request: start(engine, request).result().token_ids),
+        **stepwise(real=real_rounds, bare=bare_rounds),
+    )

@@ -16,7 +16,19 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OFFICIAL = ("torch==2.13.0", "transformers==5.15.0", "dflash==0.1.0")
+_CORE = ("torch==2.13.0", "transformers==5.15.0", "dflash==0.1.0")
+OFFICIAL = {
+    "torch": _CORE,
+    "mlx": (
+        *_CORE,
+        "mlx[cpu]==0.32.4; sys_platform == 'linux'",
+        "mlx==0.32.4; sys_platform == 'darwin'",
+        "mlx-lm==0.32.2",
+    ),
+}
+"""What the official environment holds for each backend. The package itself asks for MLX on Apple silicon only, and for
+mlx 0.32.0 with mlx-lm 0.31.3 there; both sides of a comparison run on the versions named here."""
+SCRIPTS = {"torch": "official.py", "mlx": "official_mlx.py"}
 
 
 class WorkerError(RuntimeError):
@@ -24,8 +36,8 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """A long-lived process of ``script`` (``official.py`` or ``ours.py``) that answers one request at a time and waits
-    idly in between. ``threads`` limits its libraries from their start."""
+    """A long-lived process of ``script``, one of ``SCRIPTS`` or ``ours.py``, that answers one request at a time and
+    waits idly in between. ``threads`` limits its libraries from their start."""
 
     def __init__(self, python: Path | str, script: str, threads: int) -> None:
         self.name, self.threads = script.removesuffix(".py"), threads
@@ -67,21 +79,21 @@ class Worker:
             raise WorkerError(f"the {self.name} worker failed:\n{reply['error']}")
         return reply
 
-    def load(self, target: Path, draft: Path) -> dict[str, str]:
-        """Load a pair; returns the versions of what loaded it."""
-        versions: dict[str, str] = self.ask("load", target=str(target), draft=str(draft), threads=self.threads)[
-            "versions"
-        ]
+    def load(self, target: Path, draft: Path, backend: str, *, mend: bool = False) -> dict[str, str]:
+        """Load a pair; returns the versions of what loaded it. ``mend`` is for ``official_mlx.py``."""
+        what = {"target": str(target), "draft": str(draft), "backend": backend, "mend": mend}
+        versions: dict[str, str] = self.ask("load", **what, threads=self.threads)["versions"]
         return versions
 
 
-def make_official(folder: Path) -> Path:
+def make_official(folder: Path, backend: str) -> Path:
     """The Python of an environment in ``folder`` with the official package, made there where it is missing. torch goes
     first, so that pip takes the build its configuration prefers and not whatever a dependency pulls."""
+    needed = OFFICIAL[backend]
     python = folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if not python.exists():
         subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
-    for group in (OFFICIAL[:1], OFFICIAL[1:]):
+    for group in (needed[:1], needed[1:]):
         command = [str(python), "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *group]
         subprocess.run(command, check=True, stdout=sys.stderr)
     return python
@@ -93,6 +105,7 @@ def facts(threads: int) -> dict[str, Any]:
         "cpu": _cpu_model(),
         "cores": os.cpu_count(),
         "threads": threads,
+        "preloaded": os.environ.get("LD_PRELOAD", ""),
         "system": platform.platform(),
         "python": platform.python_version(),
         "commit": _git("rev-parse", "HEAD") or "none",
