@@ -47,6 +47,10 @@ class RewindableCache:
                         f"the target's layer {index} forgot {forgotten} tokens of {count} ({type(entry).__name__})"
                     )
 
+    def windows(self) -> list[int | None]:
+        """The attention window of each layer; None is unlimited."""
+        return [layer.max_size if isinstance(layer, RotatingKVCache) else None for layer in self.layers]
+
     def arrays(self) -> list[Any]:
         """What must be evaluated for the cache to hold its tokens."""
         return [layer.state for layer in self.layers]

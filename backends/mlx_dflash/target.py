@@ -15,14 +15,14 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.utils import _get_classes, load_model
 
-from dflash.checkpoint import CONFIG_FILE, read_json
+from dflash.checkpoint import CONFIG_FILE, read_header, read_json, weight_files
 from dflash.errors import BackendError, CheckpointError, DFlashError
 from dflash.model_folder import read_target_config, stop_token_ids
 from dflash.types import TargetInfo, TargetOutput
 from mlx_dflash.cache import RewindableCache
 from mlx_dflash.rope import Rope
 from mlx_dflash.taps import Parts, Taps, parts_of
-from mlx_dflash.target_config import flat_rope, own_rope
+from mlx_dflash.target_config import check_served, flat_rope, longest_context, own_rope
 
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
 
@@ -94,14 +94,15 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         model: Any = load_model(folder, lazy=True, model_config=changes, get_model_classes=_classes)[0]
         parts = parts_of(model)
         _replace_rope(parts, config)
+        check_served(config, parts.layers)
         if wanted is not None:
             model.set_dtype(wanted)
         mx.eval(model.parameters())
     except DFlashError:
         raise
     except Exception as error:  # mlx-lm raises many kinds; each is about this folder
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise CheckpointError(f"the target in {folder} cannot be loaded: {reason[0]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"the target in {folder} cannot be loaded: {reason[:300]}") from error
     if wanted == mx.float16:
         _refuse_overflow(model, folder)
     _wire_memory()
@@ -119,14 +120,16 @@ def _readable(folder: Path, config: dict[str, Any]) -> dict[str, Any]:
             f"mlx-lm {version('mlx-lm')} does not know the model_type {kind!r} of {folder}; "
             "a newer mlx-lm or the torch backend may"
         ) from None
-    if not isinstance(text, dict):
-        return flat_rope(config, arguments)
-    try:
-        _, arguments = _classes(text | {"model_type": text.get("model_type")})
-    except ValueError:  # a language model that is only known inside of its whole
-        arguments = None
-    flat = flat_rope(config, arguments)
-    return {"text_config": text | flat} if flat else {}
+    if isinstance(text, dict):
+        try:
+            _, arguments = _classes(text | {"model_type": text.get("model_type")})
+        except ValueError:  # a language model that is only known inside of its whole
+            arguments = None
+    changes = flat_rope(config, arguments)
+    names = {name for file in weight_files(folder) for name in read_header(file)}
+    if "tie_word_embeddings" not in config and any(name.endswith("lm_head.weight") for name in names):
+        changes["tie_word_embeddings"] = False  # mlx-lm's classes would drop the head
+    return {"text_config": text | changes} if changes and isinstance(text, dict) else changes
 
 
 def _classes(config: dict[str, Any]) -> tuple[Any, Any]:
@@ -188,7 +191,7 @@ def _info(model: Any, parts: Parts, folder: Path, config: dict[str, Any], device
         num_layers=len(parts.layers),
         hidden_size=config["hidden_size"],
         vocab_size=parts.vocab_size,
-        max_positions=config.get("max_position_embeddings") or 1 << 20,
+        max_positions=longest_context(config, len(parts.layers), RewindableCache(model).windows()),
         stop_token_ids=stop_token_ids(folder),
         dtype=f"{bits}-bit {float_type}" if bits else float_type,
         device=device,

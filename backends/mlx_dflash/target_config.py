@@ -7,15 +7,17 @@ wrong. So the nested spelling is flattened, and what a class has no word for is 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any
+
+import mlx.nn as nn
 
 from dflash.checkpoint import read_rope
 from dflash.errors import CheckpointError, ConfigError
 from dflash.rope import RopeConfig
 
-OWN_ROPE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+OWN_ROPE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose attention has one RoPE for all layers, which ``mlx_dflash.rope`` can replace."""
 _NESTED = ("rope_theta", "partial_rotary_factor")
 _DEFAULT_THETA = 10_000.0  # transformers' own, where a config does not say
@@ -59,3 +61,46 @@ def own_rope(config: Mapping[str, Any]) -> RopeConfig | None:
     except ConfigError:  # a scaling that the core does not have; mlx-lm may
         return None
     return replace(rope, partial=1.0)  # transformers' models of these families rotate whole heads, whatever it says
+
+
+def check_served(config: Mapping[str, Any], layers: Sequence[Any]) -> None:
+    """Raise ``CheckpointError`` where mlx-lm's ``layers`` compute something else than ``config`` says."""
+    family, activation = config.get("model_type"), config.get("hidden_act", "silu")
+    if family in OWN_ROPE and activation != "silu":
+        raise CheckpointError(f"the target's hidden_act is {activation!r}, and mlx-lm's {family} knows 'silu' only")
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    kind = scaling.get("rope_type") or scaling.get("type") or "default"
+    ropes = [getattr(getattr(layer, "self_attn", None), "rope", None) for layer in layers]
+    plain = [rope for rope in ropes if isinstance(rope, nn.RoPE) and (kind != "linear" or rope.scale == 1)]
+    if kind not in ("default", "mrope") and plain:
+        raise CheckpointError(f"the target's RoPE is scaled ({kind}), which mlx-lm's {family} passes over")
+
+
+def longest_context(config: Mapping[str, Any], layers: int, served: Sequence[int | None]) -> int:
+    """How many positions a target of so many ``layers`` serves as its ``config`` says. ``served`` are the windows of
+    mlx-lm's caches, layer by layer; where its class has none, the text must end at the window that it does not know
+    of. Raises ``CheckpointError`` where it has them in other layers than the config."""
+    most: int = config.get("max_position_embeddings") or 1 << 20
+    stated = _windows(config, layers)
+    if stated is None or stated == list(served) or len(served) != layers:  # layers that share caches know what they do
+        return most
+    if any(served):
+        raise CheckpointError(
+            f"the target's config has sliding windows in other layers than mlx-lm's {config.get('model_type')}; "
+            "this model cannot be served on mlx"
+        )
+    return min(most, *(window for window in stated if window))
+
+
+def _windows(config: Mapping[str, Any], count: int) -> list[int | None] | None:
+    """The attention window of each layer by transformers' rules; None where the config leaves it to the family."""
+    window, kinds = config.get("sliding_window"), config.get("layer_types")
+    optional = str(config.get("model_type")).startswith("qwen")
+    if not window or not config.get("use_sliding_window", not optional):
+        return [None] * count
+    if kinds:
+        return [window if kind == "sliding_attention" else None for kind in kinds]
+    if optional:
+        first = config.get("max_window_layers", count)
+        return [window if layer >= first else None for layer in range(count)]
+    return None if "sliding_window_pattern" in config else [window] * count
