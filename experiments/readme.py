@@ -98,31 +98,58 @@ def _bench_table(record: dict[str, Any]) -> str:
 
 
 def _parity() -> str:
-    records = _records("parity.jsonl", "summary")
+    return "\n\n".join(filter(None, (_agreement("parity.jsonl"), _agreement("parity_mlx.jsonl"))))
+
+
+def _agreement(name: str) -> str:
+    """One paragraph about the newest comparison with the official code of one backend."""
+    records = _records(name, "summary")
     if not records:
         return ""
     last = records[-1]
-    official = last["official"]
+    official = dict(last["official"])
+    package = official.pop("dflash")
+    versions = ", ".join(f"{library} {version}" for library, version in official.items() if library != "torch")
     verdict = "the same" if last["agrees"] else "**not all the same**"
+    mended = sum(record["rounds"] for record in _records(name, "case") if record.get("mended"))
+    aside = f" ({mended:,} of them with a mended official cache of sliding layers, see the log)" if mended else ""
     return (
-        f"**Against the official package** (`dflash` {official['dflash']}, transformers {official['transformers']}, "
-        f"float32): proposals, accepted lengths and tokens {verdict} over {last['rounds']:,} rounds with "
-        f"{last['draft_tokens']:,} drafted tokens; draft logits within {last['worst_logit_difference']:.1e} relative."
+        f"**Against the official package's {'MLX' if 'mlx' in official else 'PyTorch'} code** (`dflash` {package}, "
+        f"{versions}, float32): proposals, accepted lengths and tokens {verdict} over {last['rounds']:,} rounds{aside} "
+        f"with {last['draft_tokens']:,} drafted tokens; draft logits within {last['worst_logit_difference']:.1e} "
+        "relative."
     )
 
 
 def _speed() -> str:
-    records = _records("parity_speed.jsonl", "summary")
+    return "\n\n".join(filter(None, (_beside("parity_speed.jsonl"), _beside("parity_mlx_speed.jsonl"))))
+
+
+def _beside(name: str) -> str:
+    """One paragraph about the newest measurement beside the official code of one backend."""
+    records = _records(name, "summary")
     if not records:
         return ""
     last = records[-1]
-    rates = last["tokens_per_second"]
-    return (
-        f"**Speed beside it**, the bundled pair on {last['cpu']}, {last['threads']} threads, interleaved, "
-        f"{last['prompts']} prompts × {last['repeats']} repeats: official {_spread(rates['official'], 1)} tok/s, ours "
-        f"{_spread(rates['ours'], 1)} tok/s, ratio **{_spread(last['ours_over_official'], 2)}**; same tokens: "
-        f"{'yes' if last['same_tokens'] else 'no'}."
+    rates, taken = last["tokens_per_second"], last.get("round")
+    text = (
+        f"**Speed beside {'its MLX code' if taken else 'it'}**, the bundled pair on {last['cpu']}, {last['threads']} "
+        f"threads, interleaved, {last['prompts']} prompts × {last['repeats']} repeats: official "
+        f"{_spread(rates['official'], 1)} tok/s, ours {_spread(rates['ours'], 1)} tok/s, ratio "
+        f"**{_spread(last['ours_over_official'], 2)}**; same tokens: {'yes' if last['same_tokens'] else 'no'}."
     )
+    if taken:
+        text += (
+            f" The same rounds one after another: ours takes **{_spread(taken['ours_over_official'], 3)}** of theirs; "
+            f"{_percent(taken['not_the_model'])} of it is not the model's kernels, and "
+            f"{_percent(taken['beyond_a_bare_loop'])} is more than a loop written by hand takes "
+            f"(MLX {last['versions']['ours']['mlx']} on its CPU build, BLAS {last['preloaded'] or 'as installed'})."
+        )
+    return text
+
+
+def _percent(values: dict[str, float]) -> str:
+    return f"{values['median']:.1%} [{values['min']:.1%} – {values['max']:.1%}]"
 
 
 if __name__ == "__main__":

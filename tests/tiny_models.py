@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch_dflash.backend import TorchBackend
@@ -25,6 +28,7 @@ from transformers import (
 
 from dflash.checkpoint import DraftConfig
 from dflash.engine import Engine
+from dflash.interfaces import Backend
 from dflash.rope import RopeConfig
 from dflash.types import Proposal, SamplingParams, TargetInfo, TargetOutput
 
@@ -80,16 +84,18 @@ def save_pair(folder: Path, target: PreTrainedModel, config: DraftConfig, model:
 
 @dataclass
 class ScriptedDrafter:
-    """Implements ``Drafter``: proposes ``script[position]`` for the absolute position, so a test decides every token.
+    """Implements ``Drafter`` beside the target of ``pair``: proposes ``script[position]`` for the absolute position, so
+    a test decides every token.
 
     ``wrong_at`` replaces the slots with these numbers (1 is the first) by another token, in every round."""
 
+    pair: TinyPair
     script: list[int]
     wrong_at: tuple[int, ...] = ()
     config: DraftConfig = field(default_factory=make_config)
     length: int = 0
 
-    def observe(self, features: torch.Tensor, token_count: int) -> None:
+    def observe(self, features: Any, token_count: int) -> None:
         assert features is not None and 0 < token_count <= len(features)
         self.length += token_count
 
@@ -99,20 +105,57 @@ class ScriptedDrafter:
         for slot in self.wrong_at:
             if slot <= count:
                 tokens[slot - 1] = (tokens[slot - 1] + 1) % VOCAB
-        drafted = torch.tensor(tokens, dtype=torch.long)
-        return Proposal(drafted, torch.cat((torch.tensor([anchor]), drafted)), count)
+        return self.pair.backend.proposal([anchor, *tokens], self.pair.target)
 
     def reset(self) -> None:
         self.length = 0
 
 
 class TinyPair:
-    """T with an engine around it, and its oracle: what the plain model says, computed without any cache."""
+    """T with an engine around it, and its oracle: what the plain model says, computed without any cache.
 
-    def __init__(self, family: str = "llama", seed: int = 0, **changes) -> None:
-        self.model = make_target(family, seed, **changes)
-        self.backend = TorchBackend()
-        self.target = TorchTarget(self.model, make_config().target_layer_ids)
+    ``tiny_mlx.MlxPair`` is the same pair on the other backend, with the same weights and the same oracle."""
+
+    backend: Backend = TorchBackend()
+
+    def __init__(self, family: str = "llama", seed: int = 0, dtype: str = "float32", **changes: Any) -> None:
+        self.model, self.dtype = make_target(family, seed, **changes), dtype
+        self.target: Any = self.serve(self.model)
+
+    def another(self, *options: Any, **changes: Any) -> TinyPair:
+        """A fresh pair on the same backend."""
+        return type(self)(*options, **changes)
+
+    def serve(self, model: PreTrainedModel) -> Any:
+        """``model`` as a target of this backend."""
+        return TorchTarget(model.to(getattr(torch, self.dtype)), make_config().target_layer_ids)
+
+    def array(self, values: np.ndarray) -> Any:
+        """The backend's own array."""
+        return torch.from_numpy(values)
+
+    @property
+    def cached(self) -> int:
+        """Tokens that the target's cache holds, by its own count."""
+        return self.target.cache.inner.get_seq_length()
+
+    @property
+    def held_features(self) -> dict[int, Any]:
+        """What the taps hold on to."""
+        return self.target.taps._seen
+
+    @contextmanager
+    def failing_layer(self, index: int, error: type[Exception]) -> Iterator[None]:
+        """The target's layer raises."""
+
+        def fail(*_: Any) -> None:
+            raise error
+
+        hook = self.model.model.layers[index].register_forward_hook(fail)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def oracle(self, prompt: list[int], count: int) -> list[int]:
         """The greedy continuation of ``prompt``, every token from a fresh forward over everything before it."""
@@ -121,35 +164,46 @@ class TinyPair:
             ids.append(int(self.model(torch.tensor([ids])).logits[0, -1].argmax()))
         return ids[len(prompt) :]
 
-    def engine(self, drafter=None, **options) -> Engine:
+    def engine(self, drafter: Any = None, **options: Any) -> Engine:
         return Engine(self.backend, self.target, drafter or self.drafter(), check=True, **options)
 
-    def drafter(self, seed: int = 0, **changes) -> TorchDrafter:
+    def drafter(self, seed: int = 0, **changes: Any) -> Any:
         embedding = self.model.get_input_embeddings().weight
         head = self.model.get_output_embeddings().weight
-        return TorchDrafter(make_drafter(make_config(**changes), seed), embedding, head)
+        return TorchDrafter(make_drafter(make_config(**changes), seed).to(head.dtype), embedding, head)
 
     def scripted(
-        self, prompt: list[int], count: int = 64, wrong_at: tuple[int, ...] = (), **changes
+        self, prompt: list[int], count: int = 64, wrong_at: tuple[int, ...] = (), **changes: Any
     ) -> ScriptedDrafter:
         """S(n): the oracle's tokens, wrong at the given slots."""
-        return ScriptedDrafter(prompt + self.oracle(prompt, count), wrong_at, make_config(**changes))
+        return ScriptedDrafter(self, prompt + self.oracle(prompt, count), wrong_at, make_config(**changes))
+
+    def rule_target(self, rule: Rule, vocab_size: int = VOCAB, **options: Any) -> RuleTarget:
+        """A target without a model on this backend."""
+        return RuleTarget(rule, vocab_size, self.backend, self.array, **options)
+
+
+Rule = Callable[[list[int]], np.ndarray]
 
 
 class RuleTarget:
-    """Implements ``Target`` without a model: the logits after a prefix are ``rule(prefix)`` [V].
+    """Implements ``Target`` without a model: the logits after a prefix are ``rule(prefix)`` [V], float32.
 
-    The feature of a token is its id, so a drafter's context can be read back; ``seen`` is the cache."""
+    The feature of a token is its id, so a drafter's context can be read back; ``seen`` is the cache. ``array`` makes
+    ``backend``'s own arrays."""
 
     def __init__(
         self,
-        rule: Callable[[list[int]], torch.Tensor],
+        rule: Rule,
         vocab_size: int,
+        backend: Backend | None = None,
+        array: Callable[[np.ndarray], Any] = torch.from_numpy,
         *,
         stop_token_ids: tuple[int, ...] = (),
         max_positions: int = 4096,
     ) -> None:
         self.rule, self.device, self.tapping = rule, torch.device("cpu"), True
+        self.backend, self.array = backend or TorchBackend(), array
         self.info = TargetInfo(1, 1, vocab_size, max_positions, stop_token_ids, "float32", "cpu", "rule")
         self.seen: list[int] = []
         self._last = 0
@@ -158,7 +212,7 @@ class RuleTarget:
     def length(self) -> int:
         return len(self.seen) - self._last
 
-    def forward(self, tokens, *, parents=None, last_only: bool = False) -> TargetOutput:
+    def forward(self, tokens: Any, *, parents: Any = None, last_only: bool = False) -> TargetOutput:
         assert not self._last, "keep() must follow every forward()"
         assert parents is None
         new = [int(token) for token in tokens]
@@ -166,10 +220,11 @@ class RuleTarget:
         self._last = len(new)
         self.seen += new
         first = len(self.seen) - (1 if last_only else len(new))
-        logits = torch.stack([self.rule(self.seen[: end + 1]) for end in range(first, len(self.seen))])
-        return TargetOutput(logits, torch.tensor(new)[:, None] if self.tapping else None)
+        logits = np.stack([self.rule(self.seen[: end + 1]) for end in range(first, len(self.seen))])
+        features = self.array(np.array(new, dtype=np.int32)[:, None]) if self.tapping else None
+        return TargetOutput(self.array(logits), features)
 
-    def keep(self, path) -> None:
+    def keep(self, path: Any) -> None:
         assert list(path) == list(range(len(path))) and 0 < len(path) <= self._last
         del self.seen[len(self.seen) - self._last + len(path) :]
         self._last = 0
@@ -186,43 +241,46 @@ class RuleTarget:
 
 
 class PlannedDrafter:
-    """Implements ``Drafter`` for a ``RuleTarget``: drafts ``plan(context, count)``, whose context is every committed
+    """Implements ``Drafter`` beside a ``RuleTarget``: drafts ``plan(context, count)``, whose context is every committed
     token, the anchor included. ``context`` holds what was observed."""
 
-    def __init__(self, plan: Callable[[list[int], int], list[int]], config: DraftConfig | None = None) -> None:
-        self.plan, self.config = plan, config or make_config()
+    def __init__(
+        self, target: RuleTarget, plan: Callable[[list[int], int], list[int]], config: DraftConfig | None = None
+    ) -> None:
+        self.target, self.plan, self.config = target, plan, config or make_config()
         self.context: list[int] = []
 
     @property
     def length(self) -> int:
         return len(self.context)
 
-    def observe(self, features: torch.Tensor, token_count: int) -> None:
+    def observe(self, features: Any, token_count: int) -> None:
         assert 0 < token_count <= len(features)
         self.context += features[:token_count, 0].tolist()
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         assert count > 0
-        drafted = torch.tensor(self.plan([*self.context, anchor], count))
-        assert drafted.shape == (count,)
-        return Proposal(drafted, torch.cat((torch.tensor([anchor]), drafted)), count)
+        drafted = self.plan([*self.context, anchor], count)
+        assert len(drafted) == count
+        return self.target.backend.proposal([anchor, *drafted], self.target)
 
     def reset(self) -> None:
         self.context = []
 
 
-def scripted_target(script: list[int], vocab_size: int = VOCAB, **options) -> RuleTarget:
-    """A target whose greedy output continues ``script`` whatever it is given, and repeats its last token behind it."""
+def scripted_rule(script: list[int], vocab_size: int = VOCAB) -> Rule:
+    """The greedy output continues ``script`` whatever it is given, and repeats its last token behind it."""
 
-    def rule(prefix: list[int]) -> torch.Tensor:
-        logits = torch.zeros(vocab_size)
+    def rule(prefix: list[int]) -> np.ndarray:
+        logits = np.zeros(vocab_size, dtype=np.float32)
         logits[script[min(len(prefix), len(script) - 1)]] = 9.0
         return logits
 
-    return RuleTarget(rule, vocab_size, **options)
+    return rule
 
 
-def chain_rule(vocab_size: int, seed: int = 0, spread: float = 2.0) -> Callable[[list[int]], torch.Tensor]:
+def chain_rule(vocab_size: int, seed: int = 0, spread: float = 2.0) -> Rule:
     """Random logits that depend on the last two tokens and on the position, so that a stale cache shows."""
-    table = torch.randn(3, vocab_size, vocab_size, vocab_size, generator=torch.Generator().manual_seed(seed)) * spread
+    generator = torch.Generator().manual_seed(seed)
+    table = (torch.randn(3, vocab_size, vocab_size, vocab_size, generator=generator) * spread).numpy()
     return lambda prefix: table[len(prefix) % 3, prefix[-2] if len(prefix) > 1 else 0, prefix[-1]]

@@ -5,13 +5,13 @@ Metal has no 64-bit floats, so sums over a vocabulary are taken in blocks, which
 
 from __future__ import annotations
 
-import sys
-
 import mlx.core as mx
+import numpy as np
 
 from dflash.types import SamplingParams
 
 _BLOCK = 512
+_LIMITS = np.finfo(np.float32)
 
 
 def shape_probabilities(logits: mx.array, sampling: SamplingParams) -> mx.array:
@@ -19,7 +19,7 @@ def shape_probabilities(logits: mx.array, sampling: SamplingParams) -> mx.array:
 
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it. Temperature must be above 0."""
     scores = logits.astype(mx.float32)
-    temperature = min(max(sampling.temperature, float(mx.finfo(mx.float32).smallest_normal)), sys.float_info.max)
+    temperature = min(max(sampling.temperature, float(_LIMITS.tiny)), float(_LIMITS.max))
     scores = (scores - scores.max(-1, keepdims=True)) / temperature  # from 0 down: nothing overflows near 0
     if 0 < sampling.top_k < scores.shape[-1]:
         best = mx.argpartition(-scores, sampling.top_k - 1, axis=-1)[:, : sampling.top_k]

@@ -75,6 +75,12 @@ class Parts:
     tied: bool
 
     @property
+    def hidden_size(self) -> int:
+        """H, also of a quantised embedding, whose 32-bit words hold several numbers."""
+        width = int(self.embed.weight.shape[1])
+        return width * 32 // self.embed.bits if hasattr(self.embed, "bits") else width
+
+    @property
     def vocab_size(self) -> int:
         """Rows of the head, also of a quantised one."""
         return int(self.place[2].weight.shape[0])

@@ -189,7 +189,7 @@ def _info(model: Any, parts: Parts, folder: Path, config: dict[str, Any], device
     float_type = str(_float_type(model)).removeprefix("mlx.core.")
     return TargetInfo(
         num_layers=len(parts.layers),
-        hidden_size=config["hidden_size"],
+        hidden_size=parts.hidden_size,
         vocab_size=parts.vocab_size,
         max_positions=longest_context(config, len(parts.layers), RewindableCache(model).windows()),
         stop_token_ids=stop_token_ids(folder),

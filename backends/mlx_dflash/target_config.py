@@ -20,6 +20,7 @@ from dflash.rope import RopeConfig
 OWN_ROPE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose attention has one RoPE for all layers, which ``mlx_dflash.rope`` can replace."""
 _NESTED = ("rope_theta", "partial_rotary_factor")
+_LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _DEFAULT_THETA = 10_000.0  # transformers' own, where a config does not say
 
 
@@ -80,7 +81,7 @@ def longest_context(config: Mapping[str, Any], layers: int, served: Sequence[int
     """How many positions a target of so many ``layers`` serves as its ``config`` says. ``served`` are the windows of
     mlx-lm's caches, layer by layer; where its class has none, the text must end at the window that it does not know
     of. Raises ``CheckpointError`` where it has them in other layers than the config."""
-    most: int = config.get("max_position_embeddings") or 1 << 20
+    most: int = next((config[name] for name in _LENGTHS if config.get(name)), 1 << 20)
     stated = _windows(config, layers)
     if stated is None or stated == list(served) or len(served) != layers:  # layers that share caches know what they do
         return most

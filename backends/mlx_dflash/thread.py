@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import mlx.core as mx
 
+from dflash.errors import BackendError
+
 T = TypeVar("T")
 
 _calls: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
@@ -23,10 +25,14 @@ def on_device_thread(call: Callable[[], T]) -> T:
     A caller that is interrupted leaves; the call itself goes on to its end, and later ones wait for it."""
     if threading.current_thread() is _thread:
         return call()
-    if not _thread.is_alive():
-        _start()
     outcome: Future[T] = Future()
-    _calls.put((call, outcome))
+    with _lock:
+        if _ended:
+            raise BackendError("MLX's thread has ended with the process; nothing more can run on it")
+        if not _thread.is_alive():
+            _thread.start()
+            atexit.register(_stop)
+        _calls.put((call, outcome))
     return outcome.result()
 
 
@@ -43,17 +49,13 @@ def _work() -> None:
         mx.clear_streams()
 
 
-def _start() -> None:
-    try:
-        _thread.start()
-        atexit.register(_stop)
-    except RuntimeError:  # another thread has started it meanwhile
-        pass
-
-
 def _stop() -> None:
-    _calls.put(None)
+    global _ended
+    with _lock:
+        _ended = True
+        _calls.put(None)
     _thread.join()
 
 
+_lock, _ended = threading.Lock(), False
 _thread = threading.Thread(target=_work, name="mlx", daemon=True)

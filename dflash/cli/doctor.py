@@ -1,23 +1,31 @@
-"""Check a target and a drafter against each other from their files alone: every check, with its result."""
+"""Check a target and a drafter against each other from their files alone, or a backend against the golden traces."""
 
 from __future__ import annotations
 
 import argparse
+import json
 
 from dflash.cli import common
 
-HELP = "check a target and a drafter against each other without loading them"
+HELP = "check a target and a drafter against each other without loading them, or a backend on this machine"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pair", nargs="?", help="a pair's name (default: the bundled one)")
     common.add_model_flags(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON line: target, draft, ok and the checks")
+    parser.add_argument(
+        "--conformance",
+        action="store_true",
+        help="instead: run the backend on tiny models of its own and compare every layer with stored traces",
+    )
+    parser.add_argument("--json", action="store_true", help="one JSON line: what was checked, ok, and every result")
 
 
 def run(args: argparse.Namespace) -> int:
-    import json
+    return _conformance(args) if args.conformance else _pair(args)
 
+
+def _pair(args: argparse.Namespace) -> int:
     from dflash.backends import preferred_backend
     from dflash.doctor import examine
     from dflash.loading import choose_pair
@@ -44,3 +52,28 @@ def run(args: argparse.Namespace) -> int:
     warned = sum(check.status == "warn" for check in checks)
     console.print(f"{len(checks)} checks: {len(failed)} failed, {warned} warned", soft_wrap=True)
     return 1 if failed else 0
+
+
+def _conformance(args: argparse.Namespace) -> int:
+    from dflash.backends import find_backend
+    from dflash.cli.progress import Bar
+    from dflash.conformance.cases import CASES
+    from dflash.conformance.report import record_of, show
+    from dflash.conformance.run import run
+    from dflash.errors import UsageError
+
+    given = {"a pair": args.pair, "--target": args.target, "--draft": args.draft, "--draft-bits": args.draft_bits}
+    given["--dtype"] = None if args.dtype == "auto" else args.dtype
+    if unwanted := [name for name, value in given.items() if value is not None]:
+        raise UsageError(f"--conformance brings its own models and number formats; leave {unwanted[0]} out")
+    backend, results = find_backend(args.backend), []
+    with Bar(f"conformance of {backend.name}") as bar:
+        for result in run(backend, CASES, device=args.device):
+            results.append(result)
+            bar.update(len(results), len(CASES), result.case.name)
+    record = record_of(backend, results)
+    if args.json:
+        print(json.dumps(record))
+    else:
+        show(record, results)
+    return 0 if record["ok"] else 1

@@ -1,155 +1,27 @@
 """Verification keeps the target's distribution: exactly the law of plain sampling, for any proposal.
 
-The law of three tokens over a vocabulary of five is enumerated from its definition, and the engine's samples are held
-to it by a chi-square test. One test in a thousand would fail by chance; the seeds are fixed, so none does. Rules that
-are broken in ways that ports have shipped are held to the same test and must fail it by far."""
+Samples are held to the law by ``sampling_law``. Rules that are broken in ways that ports have shipped are held to the
+same test and must fail it by far."""
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections import Counter
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_models import PlannedDrafter, RuleTarget, chain_rule, make_config
+from sampling_law import CAUGHT, CHANCE, PLANS, RULE, SETTINGS, VOCAB, law, likeliest, p_value, sample, shaped, stubborn
+from tiny_models import RuleTarget
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch_dflash.backend import TorchBackend
 from torch_dflash.sampling import draw, shape_probabilities
 from torch_dflash.verify import MatchVerifier
 
-from dflash.engine import Engine
+from dflash.errors import BackendError
 from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
 
-VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
-RULE = chain_rule(VOCAB, seed=4, spread=1.2)
-SAMPLES = 1000
-CHANCE = 1e-3  # a sound rule's p-value is below it once in a thousand
-CAUGHT = 1e-9
-
-
-# The law, from its definition -------------------------------------------------------------------------------------
-
-
-def shaped(logits: Sequence[float], sampling: SamplingParams) -> list[float]:
-    """Temperature, then the ``top_k`` likeliest, then the smallest set of likeliest ones that reaches ``top_p``."""
-    highest = max(logits)
-    weights = [math.exp((logit - highest) / sampling.temperature) for logit in logits]
-    order = sorted(range(len(logits)), key=lambda token: -weights[token])
-    if sampling.top_k:
-        order = order[: sampling.top_k]
-    total = sum(weights[token] for token in order)
-    kept, reached = [], 0.0
-    for token in order:
-        kept.append(token)
-        reached += weights[token] / total
-        if reached >= sampling.top_p:
-            break
-    total = sum(weights[token] for token in kept)
-    return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
-
-
-def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The probability of every output of ``LENGTH`` tokens."""
-    chances = {}
-    for output in itertools.product(range(VOCAB), repeat=LENGTH):
-        chance, prefix = 1.0, list(PROMPT)
-        for token in output:
-            chance *= shaped(RULE(prefix).tolist(), sampling)[token]
-            prefix.append(token)
-        chances[output] = chance
-    return chances
-
-
-def p_value(counts: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
-    """Chi-square of ``counts`` against ``chances``; rare outputs share one cell, impossible ones are never forgiven."""
-    total = sum(counts.values())
-    cells, rest_seen, rest_expected = [], 0, 0.0
-    for output, chance in chances.items():
-        if chance == 0 and counts[output]:
-            return 0.0
-        if chance * total >= 5:
-            cells.append((counts[output], chance * total))
-        else:
-            rest_seen, rest_expected = rest_seen + counts[output], rest_expected + chance * total
-    if rest_expected > 0:
-        cells.append((rest_seen, rest_expected))
-    statistic = sum((seen - expected) ** 2 / expected for seen, expected in cells)
-    half_freedom = torch.tensor((len(cells) - 1) / 2, dtype=torch.float64)
-    return float(torch.special.gammaincc(half_freedom, torch.tensor(statistic / 2, dtype=torch.float64)))
-
-
-# Sampling with the engine -----------------------------------------------------------------------------------------
-
-Plan = Callable[[list[int], int], list[int]]
-
-
-def likeliest(context: list[int], count: int) -> list[int]:
-    """What a good drafter says: the target's greedy continuation."""
-    ids = list(context)
-    for _ in range(count):
-        ids.append(int(RULE(ids).argmax()))
-    return ids[len(context) :]
-
-
-def unlikeliest(context: list[int], count: int) -> list[int]:
-    ids = list(context)
-    for _ in range(count):
-        ids.append(int(RULE(ids).argmin()))
-    return ids[len(context) :]
-
-
-def stubborn(context: list[int], count: int) -> list[int]:
-    return [2] * count
-
-
-PLANS: dict[str, Plan] = {"likeliest": likeliest, "unlikeliest": unlikeliest, "stubborn": stubborn}
-
-
-class CheapBackend(TorchBackend):
-    """With a verifier of the test's choice, and without the cost of measuring memory thousands of times."""
-
-    def __init__(self, verifier: type[MatchVerifier] = MatchVerifier) -> None:
-        self.chosen = verifier
-
-    def verifier(self, rule: str, sampling: SamplingParams, target: Any, *, detail: bool = False) -> Any:
-        return self.chosen(sampling, device=target.device, detail=detail)
-
-    def reset_peak_memory(self, target: Any) -> None:
-        pass
-
-    def peak_memory(self, target: Any) -> int:
-        return 0
-
-
-def sample(
-    sampling: dict[str, Any],
-    plan: Plan,
-    verifier: type[MatchVerifier] = MatchVerifier,
-    *,
-    speculate: bool = True,
-    samples: int = SAMPLES,
-) -> Counter[tuple[int, ...]]:
-    engine = Engine(CheapBackend(verifier), RuleTarget(RULE, VOCAB), PlannedDrafter(plan, make_config(block_size=4)))
-    counts: Counter[tuple[int, ...]] = Counter()
-    for seed in range(samples):
-        params = SamplingParams(**sampling, seed=seed)
-        counts[
-            tuple(engine.generate(PROMPT, max_new_tokens=LENGTH, sampling=params, speculate=speculate).token_ids)
-        ] += 1
-    return counts
-
-
-SETTINGS: dict[str, dict[str, Any]] = {
-    "temperature 1": {"temperature": 1.0},
-    "temperature 0.6, top-p 0.9": {"temperature": 0.6, "top_p": 0.9},
-    "temperature 1.7, top-k 3": {"temperature": 1.7, "top_k": 3},
-    "temperature 1.2, top-k 4, top-p 0.8": {"temperature": 1.2, "top_k": 4, "top_p": 0.8},
-}
+TARGET = RuleTarget(RULE, VOCAB)
 
 
 @pytest.mark.parametrize("plan", PLANS)
@@ -157,13 +29,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
 def test_match_keeps_the_law_of_several_tokens_for_any_proposal(name: str, plan: str) -> None:
     chances = law(SamplingParams(**SETTINGS[name]))
     assert sum(chances.values()) == pytest.approx(1)
-    assert p_value(sample(SETTINGS[name], PLANS[plan]), chances) > CHANCE
+    assert p_value(sample(TARGET, SETTINGS[name], PLANS[plan]), chances) > CHANCE
 
 
 def test_plain_sampling_keeps_the_law_too() -> None:
     name = "temperature 1.2, top-k 4, top-p 0.8"
     chances = law(SamplingParams(**SETTINGS[name]))
-    assert p_value(sample(SETTINGS[name], stubborn, speculate=False), chances) > CHANCE
+    assert p_value(sample(TARGET, SETTINGS[name], stubborn, speculate=False), chances) > CHANCE
 
 
 class WithNumbersOfItsOwn(MatchVerifier):
@@ -233,7 +105,8 @@ class AcceptsByProbability(WithNumbersOfItsOwn):
 )
 def test_a_broken_rule_is_caught(broken: type[MatchVerifier]) -> None:
     name = "temperature 0.6, top-p 0.9"
-    assert p_value(sample(SETTINGS[name], likeliest, broken), law(SamplingParams(**SETTINGS[name]))) < CAUGHT
+    counts = sample(TARGET, SETTINGS[name], likeliest, lambda sampling: broken(sampling, device=torch.device("cpu")))
+    assert p_value(counts, law(SamplingParams(**SETTINGS[name]))) < CAUGHT
 
 
 # Shaping and drawing ----------------------------------------------------------------------------------------------
@@ -354,6 +227,18 @@ def test_detail_tells_the_probabilities_behind_the_first_rejection_too() -> None
     unlikely = 1 / (math.exp(9) + VOCAB - 1)
     assert verdict.accepted == 0
     assert verdict.target_probs == pytest.approx([unlikely, certain, certain])
+
+
+@pytest.mark.parametrize("bad", [(0, math.nan), (-1, math.nan), (2, math.inf), (slice(None), math.nan)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [SamplingParams(), SamplingParams(0.8, 3, 0.9, seed=1), SamplingParams(1.0, seed=1)]
+)
+def test_logits_that_are_no_numbers_are_an_error_and_no_token(sampling: SamplingParams, bad: tuple[Any, float]) -> None:
+    logits = torch.zeros(3, VOCAB, dtype=torch.float16)
+    logits[0, bad[0]] = bad[1]
+    proposal = Proposal(torch.tensor([1, 1]), torch.tensor([0, 1, 1]), 2)
+    with pytest.raises(BackendError, match="logits are not numbers in float16"):
+        MatchVerifier(sampling, device=torch.device("cpu")).verify(proposal, TargetOutput(logits, None))
 
 
 class ReadsOnHost(TorchDispatchMode):

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
-import torch
+from engine_cases import ignore_silent_rounds
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_models import PlannedDrafter, RuleTarget, ScriptedDrafter, TinyPair, chain_rule, make_config
-from torch_dflash.backend import TorchBackend
+from tiny_models import PlannedDrafter, Rule, RuleTarget, ScriptedDrafter, TinyPair, chain_rule, make_config
 
 from dflash.engine import Engine
 from dflash.generation import Generation
 from dflash.types import Proposal, SamplingParams
 
-pytestmark = pytest.mark.filterwarnings("ignore:none of:RuntimeWarning")
+pytestmark = ignore_silent_rounds
 
 VOCAB, BLOCK = 12, 5
 RULES = [chain_rule(VOCAB, seed) for seed in range(3)]
@@ -159,17 +158,17 @@ def check_state(engine: Engine, stream: Generation, committed: int) -> None:
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(rule=st.sampled_from(RULES), chunk=st.integers(1, 6), requests=st.lists(cases, min_size=1, max_size=3))
 def test_any_drafter_any_request_any_order_on_one_engine(
-    rule: Callable[[list[int]], torch.Tensor], chunk: int, requests: list[Case]
+    pair: TinyPair, rule: Rule, chunk: int, requests: list[Case]
 ) -> None:
-    drafter = PlannedDrafter(lambda context, count: [0] * count, make_config(block_size=BLOCK))
-    target = RuleTarget(rule, VOCAB)
-    engine = Engine(TorchBackend(), target, drafter, prefill_chunk=chunk, check=True)
+    target = pair.rule_target(rule, VOCAB)
+    drafter = PlannedDrafter(target, lambda context, count: [0] * count, make_config(block_size=BLOCK))
+    engine = Engine(pair.backend, target, drafter, prefill_chunk=chunk, check=True)
     for case in requests:
-        target.info = RuleTarget(rule, VOCAB, stop_token_ids=case.model_stops).info
+        target.info = replace(target.info, stop_token_ids=case.model_stops)
         if case.sampling.greedy:
             uncut = target.greedy(case.prompt, case.budget)
         else:
-            plain = Engine(TorchBackend(), RuleTarget(rule, VOCAB), drafter)
+            plain = Engine(pair.backend, pair.rule_target(rule, VOCAB), drafter)
             uncut = plain.generate(
                 case.prompt, max_new_tokens=case.budget, sampling=case.sampling, speculate=False
             ).token_ids
@@ -202,7 +201,7 @@ def oracles(tiny: TinyPair) -> list[list[int]]:
     close_after=st.one_of(st.none(), st.integers(0, 4)),
 )
 def test_the_real_target_and_its_cache_keep_the_contract(
-    tiny: TinyPair,
+    pair: TinyPair,
     oracles: list[list[int]],
     which: int,
     plan: list[list[int | None]],
@@ -214,15 +213,15 @@ def test_the_real_target_and_its_cache_keep_the_contract(
 ) -> None:
     prompt, oracle = PROMPTS[which], oracles[which]
     stops = set() if stop_at is None else {oracle[stop_at]}
-    drafter = ScriptedDrafter(prompt + oracle)
+    drafter = ScriptedDrafter(pair, prompt + oracle)
     drafted = follow(plan, prompt + oracle)
 
     def propose(anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
-        draft = torch.tensor(drafted((prompt + oracle)[: drafter.length + 1], count))
-        return Proposal(draft, torch.cat((torch.tensor([anchor]), draft)), count)
+        draft = drafted((prompt + oracle)[: drafter.length + 1], count)
+        return pair.backend.proposal([anchor, *draft], pair.target)
 
     drafter.propose = propose  # type: ignore[method-assign]
-    engine = tiny.engine(drafter, prefill_chunk=chunk)
+    engine = pair.engine(drafter, prefill_chunk=chunk)
     stream = engine.stream(
         prompt, max_new_tokens=budget, block_size=block, stop_token_ids=sorted(stops), ignore_eos=True
     )
