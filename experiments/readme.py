@@ -35,7 +35,7 @@ def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
     text = _between(text, "output", _example())
-    text = _between(text, "figures", "\n\n".join(part for part in (_bench(), _parity(), _speed()) if part))
+    text = _between(text, "figures", "\n\n".join(part for part in (_bench(), _backends(), _parity(), _speed()) if part))
     readme.write_text(text)
     return 0
 
@@ -95,6 +95,20 @@ def _bench_table(record: dict[str, Any]) -> str:
             f"| {even['median']:.2f} | {part['identical_prompts']}/{part['prompts']} |"
         )
     return "\n".join(lines)
+
+
+def _backends() -> str:
+    runs, summaries = _records("agreement.jsonl", "agreement-run"), _records("agreement.jsonl", "agreement-summary")
+    if not runs or not summaries:
+        return ""
+    run, last = runs[-1], summaries[-1]
+    parted = last["prompts"] - last["same_tokens"]
+    near = f"; {last['near_ties']} of {parted} differences are near-ties" if parted else ""
+    return (
+        f"**PyTorch and MLX beside each other**, the bundled pair, {last['prompts']} evaluation prompts, greedy, float32, "
+        f"at most {run['max_new_tokens']} new tokens: the same {last['tokens']:,} tokens on {last['same_tokens']} of "
+        f"{last['prompts']} prompts{near}; the same drafts and accepted lengths in every round on {last['same_rounds']}."
+    )
 
 
 def _parity() -> str:
