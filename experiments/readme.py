@@ -105,9 +105,10 @@ def _backends() -> str:
     parted = last["prompts"] - last["same_tokens"]
     near = f"; {last['near_ties']} of {parted} differences are near-ties" if parted else ""
     return (
-        f"**PyTorch and MLX beside each other**, the bundled pair, {last['prompts']} evaluation prompts, greedy, float32, "
-        f"at most {run['max_new_tokens']} new tokens: the same {last['tokens']:,} tokens on {last['same_tokens']} of "
-        f"{last['prompts']} prompts{near}; the same drafts and accepted lengths in every round on {last['same_rounds']}."
+        f"**PyTorch and MLX beside each other**, the bundled pair, {last['prompts']} evaluation prompts, greedy, "
+        f"float32, at most {run['max_new_tokens']} new tokens: the same tokens ({last['tokens']:,} in all) on "
+        f"{last['same_tokens']} prompts{near}; the same drafts and accepted lengths in every round on "
+        f"{last['same_rounds']}."
     )
 
 

@@ -1,4 +1,6 @@
-"""The suite catches what it is there for: backends broken on purpose, each fault named by layer or choice."""
+"""The suite catches what it is there for: backends broken on purpose, each fault named by layer or choice.
+
+Its length is that of its three tables of faults: a target's, a drafter's, a verifier's."""
 
 from __future__ import annotations
 
