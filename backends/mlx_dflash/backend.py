@@ -15,7 +15,7 @@ from dflash.checkpoint import DraftConfig, weight_files
 from dflash.errors import WeightsError
 from dflash.types import Proposal, SamplingParams
 from mlx_dflash.drafter import MlxDrafter
-from mlx_dflash.target import MlxTarget, load_target
+from mlx_dflash.target import MlxTarget, load_target, refuse_overflow
 from mlx_dflash.thread import on_device_thread
 from mlx_dflash.verify import RULES, MatchVerifier
 
@@ -46,13 +46,10 @@ class MlxBackend:
                 weights |= mx.load(str(file))  # type: ignore[arg-type]
             except (RuntimeError, OSError) as error:
                 raise WeightsError(f"{file} cannot be read: {error}") from None
-        return MlxDrafter(
-            config,
-            {name: weight.astype(target.float_type) for name, weight in weights.items()},
-            target.embed,
-            target.head,
-            bits=bits,
-        )
+        weights = {name: weight.astype(target.float_type) for name, weight in weights.items()}
+        if target.float_type == mx.float16:
+            refuse_overflow(weights.items(), f"the drafter in {folder}")
+        return MlxDrafter(config, weights, target.embed, target.head, bits=bits)
 
     def verifier(
         self, rule: str, sampling: SamplingParams, target: MlxTarget, *, detail: bool = False

@@ -5,7 +5,7 @@ Shapes: n tokens in a pass, V vocabulary, K taps, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -104,7 +104,7 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(f"the target in {folder} cannot be loaded: {reason[:300]}") from error
     if wanted == mx.float16:
-        _refuse_overflow(model, folder)
+        refuse_overflow(_weights(model), f"the target in {folder}")
     _wire_memory()
     return MlxTarget(model, parts, layer_ids, _info(model, parts, folder, config, where))
 
@@ -171,10 +171,11 @@ def _replace_rope(parts: Parts, config: dict[str, Any]) -> None:
         layer.self_attn.rope = own
 
 
-def _refuse_overflow(model: Any, folder: Path) -> None:
-    for name, weight in _weights(model):
+def refuse_overflow(weights: Iterable[tuple[str, mx.array]], whose: str) -> None:
+    """Raise ``CheckpointError`` where a weight was too large for the float type that it was cast to."""
+    for name, weight in weights:
         if mx.issubdtype(weight.dtype, mx.floating) and not mx.isfinite(weight).all().item():
-            raise CheckpointError(f"{name} of the target in {folder} overflows in float16; use bfloat16 or float32")
+            raise CheckpointError(f"{name} of {whose} overflows in float16; use bfloat16 or float32")
 
 
 def _wire_memory() -> None:
