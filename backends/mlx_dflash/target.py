@@ -201,10 +201,10 @@ def _info(model: Any, parts: Parts, folder: Path, config: dict[str, Any], device
 
 
 def _float_type(model: Any) -> mx.Dtype:
-    """The type that the model computes in: that of its norms and biases, which no quantisation touches."""
-    return next(
-        weight.dtype for _, weight in _weights(model) if weight.ndim == 1 and mx.issubdtype(weight.dtype, mx.floating)
-    )
+    """The type that the model computes in: that of its norms and biases, which no quantisation touches, or where there
+    are none of its first weight in floating point."""
+    floats = [weight for _, weight in _weights(model) if weight.ndim and mx.issubdtype(weight.dtype, mx.floating)]
+    return min(floats, key=lambda weight: weight.ndim).dtype
 
 
 def _weights(model: Any) -> list[tuple[str, mx.array]]:
