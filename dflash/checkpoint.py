@@ -2,7 +2,8 @@
 
 The native dialect is what z-lab, SGLang and vLLM exchange: a Qwen3-style ``config.json`` and weights without prefix,
 embedding or head. Other dialects are recognised by their marks and refused by name. Nothing here needs a tensor
-library: weights are checked by the header of their safetensors files.
+library: weights are checked by the header of their safetensors files. The file is long because what is read, what is
+checked and what is written are one contract, which a reader should find in one place.
 """
 
 from __future__ import annotations
