@@ -29,7 +29,7 @@ from mlx_models import (
     whole,
 )
 
-from dflash.errors import BackendError, CheckpointError, RewindError
+from dflash.errors import BackendError, CheckpointError, DFlashError, RewindError
 
 BLOCK = 4
 
@@ -170,3 +170,19 @@ def test_a_class_that_needs_a_package_of_its_own_is_refused(tmp_path: Path) -> N
     (tmp_path / "config.json").write_text('{"model_type": "olmo"}')
     with pytest.raises(CheckpointError, match="olmo"):
         serve(tmp_path)
+
+
+def test_a_class_whose_mask_is_wider_than_its_cache_is_right_or_refused(tmp_path: Path) -> None:
+    """mlx-lm's PLaMo 3 lets a block attend to one position more than a plain step, which would show as other tokens."""
+    settings = settings_of("plamo3", sliding_window=8, sliding_window_pattern=2)
+    model = make_model(settings)
+    try:
+        target = serve(save_model(tmp_path, model, settings), (0,))
+    except DFlashError as error:
+        assert "plamo3" in str(error)
+        return
+    room = min(len(IDS), target.info.max_positions)
+    in_one = feed(target, IDS[:room]).logits
+    target.reset()
+    step_by_step = [feed(target, [token]).logits for token in IDS[:room]]
+    assert_close(mx.concatenate(step_by_step), in_one)

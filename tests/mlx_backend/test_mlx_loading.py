@@ -75,6 +75,24 @@ def test_a_family_with_words_of_its_own_loads_with_its_facts(tmp_path: Path) -> 
     assert (info.max_positions, info.stop_token_ids) == (64, (5,))
 
 
+def test_a_target_in_shards_is_the_same_target(folder: Path) -> None:
+    expected = feed(serve(folder, (0,)), IDS).logits
+    mx.eval(expected)
+    weights = mx.load(str(folder / "model.safetensors"))
+    mx.eval(weights)
+    (folder / "model.safetensors").unlink()
+    index: dict[str, str] = {}
+    for shard in range(2):
+        file = f"model-0000{shard + 1}-of-00002.safetensors"
+        part = dict(list(weights.items())[shard::2])
+        mx.save_safetensors(str(folder / file), part)
+        index |= dict.fromkeys(part, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    assert mx.array_equal(feed(serve(folder, (0,)), IDS).logits, expected)
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert "model-00002-of-00002.safetensors is missing" in refusal(folder, CheckpointError)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_number_formats_are_honoured(folder: Path, dtype: str) -> None:
     target = serve(folder, (0,), dtype)

@@ -205,6 +205,7 @@ def test_an_interrupted_generation_keeps_a_true_record_and_a_usable_engine(
         with pytest.raises(KeyboardInterrupt):
             list(stream)
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
     monkeypatch.undo()
     result = stream.result()

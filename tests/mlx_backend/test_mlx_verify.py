@@ -17,7 +17,7 @@ from mlx_dflash.sampling import draw, shape_probabilities
 from mlx_dflash.verify import MatchVerifier
 from sampling_law import CAUGHT, CHANCE, PLANS, RULE, SETTINGS, VOCAB, law, likeliest, p_value, sample, stubborn
 from tiny_mlx import MlxPair
-from tiny_models import RuleTarget, TinyPair
+from tiny_models import RuleTarget, ScriptedDrafter, TinyPair
 
 from dflash.errors import BackendError
 from dflash.types import Proposal, SamplingParams, TargetOutput
@@ -72,11 +72,12 @@ def test_a_seed_gives_the_torch_backends_tokens_with_a_drafter_and_without(name:
 
 
 def test_a_seed_gives_the_torch_backends_tokens_of_a_model_too(tiny: TinyPair, pair: MlxPair) -> None:
-    prompt, drafter = [5, 17, 200, 33], pair.drafter()
+    prompt = [5, 17, 200, 33]
     for seed, top_k, top_p in ((1, 0, 1.0), (2, 20, 1.0), (3, 0, 0.9), (4, 50, 0.8)):
         sampling = SamplingParams(1.1, top_k, top_p, seed)
         theirs = tiny.engine().generate(prompt, max_new_tokens=24, sampling=sampling, speculate=False).token_ids
-        assert pair.engine(drafter).generate(prompt, max_new_tokens=24, sampling=sampling).token_ids == theirs
+        for drafter in (pair.drafter(), ScriptedDrafter(pair, prompt + theirs, (3,))):
+            assert pair.engine(drafter).generate(prompt, max_new_tokens=24, sampling=sampling).token_ids == theirs
 
 
 # Verdicts -------------------------------------------------------------------------------------------------------
@@ -116,20 +117,27 @@ def test_detail_tells_the_probabilities_behind_the_first_rejection_too() -> None
 
 
 def test_uniform_numbers_belong_to_output_positions() -> None:
-    """The same logits, verified in blocks or one by one, give the same tokens."""
+    """The same logits, verified in blocks or one by one, with right drafts and wrong ones, give the same tokens."""
     logits, sampling = mx.random.normal((12, VOCAB), key=mx.random.key(2)), SamplingParams(1.0, seed=5)
 
-    def tokens(plan: list[int]) -> list[int]:
+    def tokens(plan: list[int], known: list[int], right: int) -> list[int]:
+        """The first tokens, verified in blocks of these sizes whose first ``right`` slots are ``known`` to be right."""
         verifier = MatchVerifier(sampling)
         out: list[int] = []
         for count in plan:
             rows = logits[len(out) : len(out) + count + 1]
-            never_right = proposal_of(*[9] * count)
-            out.append(verifier.verify(never_right, TargetOutput(rows, None)).next_token)
+            slots = range(len(out), len(out) + count)
+            drafted = [known[at] if at - len(out) < right else (known[at] + 1) % VOCAB for at in slots]
+            verdict = verifier.verify(proposal_of(*drafted), TargetOutput(rows, None))
+            assert verdict.accepted == min(right, count)
+            out += [*verdict.drafted[: verdict.accepted], verdict.next_token]
         return out
 
-    assert tokens([0] * 8) == tokens([3] * 8) == tokens([4, 0, 2, 1, 3, 0, 0, 4])
-    assert len(set(tokens([0] * 8))) > 1
+    one_by_one = tokens([0] * 12, [], 0)
+    assert len(set(one_by_one)) > 1
+    for plan, right in (([3] * 8, 0), ([3, 3, 3], 3), ([4, 2, 3], 1), ([1, 0, 2, 3], 2)):
+        found = tokens(plan, one_by_one, right)
+        assert found == one_by_one[: len(found)]
 
 
 def test_a_block_beyond_the_numbers_drawn_ahead_is_verified() -> None:
