@@ -20,6 +20,7 @@ from dflash.rope import RopeConfig
 OWN_ROPE = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Families whose attention has one RoPE for all layers, which ``mlx_dflash.rope`` can replace."""
 _NESTED = ("rope_theta", "partial_rotary_factor")
+_INCONSISTENT = {"plamo3": "a block sees one position more of its sliding window than a single token does"}
 _LENGTHS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
 _DEFAULT_THETA = 10_000.0  # transformers' own, where a config does not say
 
@@ -67,6 +68,8 @@ def own_rope(config: Mapping[str, Any]) -> RopeConfig | None:
 def check_served(config: Mapping[str, Any], layers: Sequence[Any]) -> None:
     """Raise ``CheckpointError`` where mlx-lm's ``layers`` compute something else than ``config`` says."""
     family, activation = config.get("model_type"), config.get("hidden_act", "silu")
+    if reason := _INCONSISTENT.get(str(family)):
+        raise CheckpointError(f"mlx-lm's {family} cannot verify blocks: {reason}")
     if family in OWN_ROPE and activation != "silu":
         raise CheckpointError(f"the target's hidden_act is {activation!r}, and mlx-lm's {family} knows 'silu' only")
     scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
