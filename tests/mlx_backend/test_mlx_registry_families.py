@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-mx = pytest.importorskip("mlx.core")
+mx = pytest.importorskip("mlx.core", reason="mlx cannot be imported here", exc_type=ImportError)
 pytest.importorskip("mlx_lm")
 
 from mlx.utils import tree_flatten  # noqa: E402

@@ -29,6 +29,10 @@ ROPES: dict[str, dict[str, Any]] = {
     "plain": PLAIN,
     "linear": {"rope_type": "linear", "rope_theta": THETA, "factor": 4.0},
     "yarn": {"rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 32},
+    "yarn of its own numbers": {
+        "rope_type": "yarn", "rope_theta": THETA, "factor": 4.0, "original_max_position_embeddings": 32,
+        "attention_factor": 0.7, "beta_fast": 16.0, "beta_slow": 2.0, "truncate": False,
+    },
     "llama3": {
         "rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
@@ -95,7 +99,7 @@ def test_each_rope_gives_other_logits(tmp_path: Path) -> None:
 def test_the_flat_spelling_of_older_folders_means_the_same(family: str, rope: str, tmp_path: Path) -> None:
     expected = write(tmp_path, family, rope_parameters=ROPES[rope])
     scaling = {key: value for key, value in ROPES[rope].items() if key not in ("rope_theta", "rope_type")}
-    old = {"rope_scaling": {"type": rope, **scaling}} if scaling else {"rope_scaling": None}
+    old = {"rope_scaling": {"type": ROPES[rope]["rope_type"], **scaling} if scaling else None}
     change(tmp_path, "rope_parameters", rope_theta=THETA, **old)
     assert_close(feed(serve(tmp_path, (0,)), IDS).logits, expected)
 
