@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from parity.workers import write_lines
 
 import dflash
 from dflash.engine import Engine
@@ -126,22 +127,15 @@ def _resume(path: Path, head: dict[str, Any]) -> dict[str, dict[str, Any]]:
     keys = ("prompts_sha256", "max_new_tokens")
     if records and all(records[0].get(key) == head[key] for key in keys):
         kept = [record for record in records if record["kind"] == "agreement"]
-        _write(path, [records[0], *kept])
+        write_lines(path, [records[0], *kept])
         return {record["id"]: record for record in kept}
-    _write(path, [head])
+    write_lines(path, [head])
     return {}
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def _write(path: Path, records: list[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    partial.replace(path)
 
 
 if __name__ == "__main__":

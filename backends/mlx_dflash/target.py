@@ -18,6 +18,7 @@ from mlx_lm.utils import _get_classes, load_model
 from dflash.checkpoint import CONFIG_FILE, read_header, read_json, weight_files
 from dflash.errors import BackendError, CheckpointError, DFlashError
 from dflash.model_folder import read_target_config, stop_token_ids
+from dflash.targets import check_dtype, check_layer_ids, leading, refuse_tree
 from dflash.types import TargetInfo, TargetOutput
 from mlx_dflash.cache import RewindableCache
 from mlx_dflash.rope import Rope
@@ -34,8 +35,7 @@ class MlxTarget:
     def __init__(self, model: Any, parts: Parts, layer_ids: Sequence[int], info: TargetInfo) -> None:
         self.model, self.info = model, info
         self.embed, self.head, self.float_type = parts.embed, parts.head, _float_type(model)
-        if wrong := [index for index in layer_ids if not 0 <= index < info.num_layers]:
-            raise BackendError(f"target_layer_ids holds {wrong[0]}; the target's layers are 0 to {info.num_layers - 1}")
+        check_layer_ids(layer_ids, info.num_layers)
         self.length = self._last = 0
         self.cache = RewindableCache(model)  # raises for a model that cannot be served, before it is wrapped
         self.taps = Taps(parts, layer_ids)
@@ -51,8 +51,7 @@ class MlxTarget:
     def forward(
         self, tokens: mx.array | Sequence[int], *, parents: Sequence[int] | None = None, last_only: bool = False
     ) -> TargetOutput:
-        if parents is not None:
-            raise BackendError("this target cannot verify a tree")
+        refuse_tree(parents)
         assert not self._last, "keep() must follow every forward()"
         ids = tokens if isinstance(tokens, mx.array) else mx.array(list(tokens))
         self._last, self.taps.last_only = len(ids), last_only
@@ -64,10 +63,9 @@ class MlxTarget:
         return TargetOutput(logits, features)
 
     def keep(self, path: Sequence[int]) -> None:
-        if list(path) != list(range(len(path))) or len(path) > self._last:
-            raise BackendError(f"this target keeps leading tokens of the last {self._last} only, not {list(path)}")
-        self.cache.rewind(self._last - len(path))
-        self.length += len(path)
+        kept = leading(path, self._last)
+        self.cache.rewind(self._last - kept)
+        self.length += kept
         self._last = 0
 
     def reset(self) -> None:
@@ -85,8 +83,7 @@ def load_target(folder: Path, *, device: str, dtype: str, layer_ids: Sequence[in
     Raises ``BackendError`` for a device or dtype that is not there, ``CheckpointError`` where mlx-lm cannot read the
     folder, ``RewindError`` where its cache cannot forget."""
     where = choose_device(device)
-    if dtype not in (*DTYPES, "auto"):
-        raise BackendError(f"dtype is {dtype!r}; it must be auto, {', '.join(DTYPES)}")
+    check_dtype(dtype, DTYPES)
     wanted = DTYPES.get(dtype) or (mx.float32 if where == "cpu" else None)
     config = read_target_config(folder)
     changes = _readable(folder, config)

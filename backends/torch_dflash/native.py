@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from dflash.errors import BackendError, ConfigError
 from dflash.rope import RopeConfig
+from dflash.targets import leading, refuse_tree
 from dflash.types import TargetOutput
 from torch_dflash.products import head_product
 from torch_dflash.rotary import Rotary, rotate
-from torch_dflash.target import leading, target_info
+from torch_dflash.target import target_info
 
 FAMILIES = ("llama", "qwen2", "qwen3")
 FIRST_CAPACITY = 512
@@ -105,8 +106,7 @@ class NativeTarget:
     def forward(
         self, tokens: Tensor | Sequence[int], *, parents: Sequence[int] | None = None, last_only: bool = False
     ) -> TargetOutput:
-        if parents is not None:
-            raise BackendError("this target cannot verify a tree")
+        refuse_tree(parents)
         assert not self._last, "keep() must follow every forward()"
         ids = torch.as_tensor(tokens, device=self.device)
         rows, end = len(ids), self.length + len(ids)

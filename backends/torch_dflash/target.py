@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from dflash.errors import BackendError, CheckpointError
+from dflash.targets import check_dtype, check_layer_ids, leading, refuse_tree
 from dflash.types import TargetInfo, TargetOutput
 from torch_dflash.cache import RewindableCache, cache_argument
 from torch_dflash.taps import Taps, decoder_layers
@@ -46,8 +47,7 @@ class TorchTarget:
     def forward(
         self, tokens: Tensor | Sequence[int], *, parents: Sequence[int] | None = None, last_only: bool = False
     ) -> TargetOutput:
-        if parents is not None:
-            raise BackendError("this target cannot verify a tree")
+        refuse_tree(parents)
         assert not self._last, "keep() must follow every forward()"
         ids = torch.as_tensor(tokens, device=self.device)[None]
         self._last = ids.shape[1]
@@ -69,19 +69,11 @@ class TorchTarget:
         self.taps.close()
 
 
-def leading(path: Sequence[int], last: int) -> int:
-    """How many leading tokens of the ``last`` ones ``path`` keeps; ``BackendError`` where it keeps others."""
-    if list(path) != list(range(len(path))) or len(path) > last:
-        raise BackendError(f"this target keeps leading tokens of the last {last} only, not {list(path)}")
-    return len(path)
-
-
 def target_info(model: Any, layer_ids: Sequence[int]) -> TargetInfo:
     """What the core needs to know. Raises ``BackendError`` where ``layer_ids`` are not all layers of the model."""
     text, weight = model.config.get_text_config(), model.get_output_embeddings().weight
     count = len(decoder_layers(model))
-    if wrong := [index for index in layer_ids if not 0 <= index < count]:
-        raise BackendError(f"target_layer_ids holds {wrong[0]}; the target's layers are 0 to {count - 1}")
+    check_layer_ids(layer_ids, count)
     return TargetInfo(
         num_layers=count,
         hidden_size=text.hidden_size,
@@ -112,8 +104,7 @@ def load_model(folder: Path, *, device: str, dtype: str) -> nn.Module:
 
     where = choose_device(device)
     known = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    if dtype not in (*known, "auto"):
-        raise BackendError(f"dtype is {dtype!r}; it must be auto, {', '.join(known)}")
+    check_dtype(dtype, known)
     wanted: Any = known.get(dtype) or (torch.float32 if where.type == "cpu" else "auto")
     logging.disable_progress_bar()
     try:
