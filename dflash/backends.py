@@ -10,6 +10,7 @@ import platform
 from collections.abc import Iterable
 from contextlib import suppress
 from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
+from importlib.util import find_spec
 
 from dflash.errors import BackendError
 from dflash.interfaces import Backend
@@ -21,6 +22,12 @@ _MLX_PARTS = {"mlx-metal": "Metal", "mlx-cuda-13": "CUDA", "mlx-cuda-12": "CUDA"
 def announced_backends() -> list[str]:
     """Names of the backends that announce themselves, sorted; not all of them need be usable."""
     return sorted(_points())
+
+
+def installed_backends() -> list[str]:
+    """Names of the announced backends whose library is installed, the preferred one first. None is imported for it."""
+    here = [name for name in _points() if name not in _OURS or (find_spec(name) and (name != "mlx" or mlx_runs_here()))]
+    return sorted(here, key=_preferred_first)
 
 
 def preferred_backend() -> str:
@@ -38,7 +45,7 @@ def find_backend(name: str = "auto") -> Backend:
     ``BackendError`` with the reason and the remedy."""
     points = _points()
     if name == "auto":
-        return _first_usable(sorted(points, key=lambda name: (name != preferred_backend(), name)), points)
+        return _first_usable(sorted(points, key=_preferred_first), points)
     if name not in points:
         raise BackendError(f"there is no backend {name!r}; there is {', '.join(('auto', *sorted(points)))}")
     return _load(points[name])
@@ -74,6 +81,10 @@ class _NotInstalled(BackendError):
 
 def _apple_silicon() -> bool:
     return (platform.system(), platform.machine()) == ("Darwin", "arm64")
+
+
+def _preferred_first(name: str) -> tuple[bool, str]:
+    return name != preferred_backend(), name
 
 
 def _points() -> dict[str, EntryPoint]:

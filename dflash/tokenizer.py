@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,27 @@ class Tokenizer:
             return self.encode_chat(prompt)  # type: ignore[arg-type]
         return list(prompt)  # type: ignore[arg-type]
 
+    def spell(self, token: int) -> str | None:
+        """The bytes of a token that is only a part of a character, as ``‹F0 9F›``; None where they are not known."""
+        name = self._inner.convert_ids_to_tokens(token)
+        if name is None:
+            return None
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", name):  # sentencepiece's single bytes
+            return f"‹{match[1]}›"
+        stand_ins = _byte_stand_ins()
+        if not all(char in stand_ins for char in name):
+            return None
+        return f"‹{' '.join(f'{stand_ins[char]:02X}' for char in name)}›"
+
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Text of ``ids``; special tokens are left out unless ``special``."""
         return str(self._inner.decode(list(ids), skip_special_tokens=not special, clean_up_tokenization_spaces=False))
+
+
+@cache
+def _byte_stand_ins() -> dict[str, int]:
+    """Character → byte in byte-level vocabularies: printable Latin-1 stands for itself, the other bytes for the
+    characters from 256 on, in order (GPT-2's ``bytes_to_unicode``)."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}

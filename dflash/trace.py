@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import zlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from dflash.errors import StorageError
 from dflash.records import open_text
-from dflash.types import GenerationResult, StepEvent
+from dflash.token_texts import TokenTexts
+from dflash.types import GenerationResult, NextKind, StepEvent, StepKind
+
+if TYPE_CHECKING:
+    from dflash.engine import Engine
 
 FORMAT = 1
 
@@ -27,7 +31,8 @@ class Trace:
     tail: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, result: GenerationResult, head: dict[str, Any], pieces: Sequence[str] | None = None) -> Trace:
+    def of(cls, result: GenerationResult, head: dict[str, Any], texts: TokenTexts | None = None) -> Trace:
+        """``texts`` let a reader without this tokenizer see what was drafted."""
         tail = {
             "token_ids": result.token_ids,
             "text": result.text,
@@ -35,9 +40,23 @@ class Trace:
             "metrics": result.metrics.to_dict(),
             "notes": list(result.notes),
         }
-        if pieces is not None:
-            tail["pieces"] = list(pieces)
+        if texts is not None:
+            tail["texts"] = texts.to_dict()
         return cls(head, list(result.prompt_ids), list(result.steps), tail)
+
+    @classmethod
+    def of_request(cls, engine: Engine, options: dict[str, Any], result: GenerationResult) -> Trace:
+        """The trace of a request with the ``options`` of ``Engine.stream``."""
+        texts = TokenTexts.of_steps(result.steps, engine.tokenizer)
+        texts.learn(result.prompt_ids)
+        return cls.of(result, request_head(engine, options), texts)
+
+    @property
+    def texts(self) -> TokenTexts:
+        """What its tokens read as; their numbers where the trace does not say."""
+        if "texts" in self.tail:
+            return TokenTexts.from_dict(self.tail["texts"])
+        return TokenTexts.of_steps(self.steps, None)
 
     def save(self, path: str | Path) -> None:
         """Write to ``path`` (through gzip where it ends in ``.gz``), whole or not at all. Raises ``StorageError``."""
@@ -62,8 +81,44 @@ class Trace:
                 head, *steps, tail = [json.loads(line) for line in stream]
             if head.pop("trace") != FORMAT or not tail.pop("end"):
                 raise ValueError
-            return cls(head, head.pop("prompt_ids"), [StepEvent.from_dict(step) for step in steps], tail)
+            trace = cls(head, head.pop("prompt_ids"), [_step(record) for record in steps], tail)
+            if not (
+                _are_ids(trace.prompt_ids) and len(trace.texts.running) == sum(len(s.committed) for s in trace.steps)
+            ):
+                raise ValueError
+            return trace
         except OSError as error:
             raise StorageError(f"the trace {path} cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error):
             raise StorageError(f"{path} is not a whole trace of format {FORMAT}") from None
+
+
+def request_head(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
+    """What was run. It names models, not this machine's folders, so that a trace can be handed on."""
+    from dflash.bench import request_facts
+
+    facts = {name: value for name, value in engine.facts.items() if not name.endswith("_folder")}
+    return facts | request_facts(engine, options)
+
+
+def _step(record: dict[str, Any]) -> StepEvent:
+    """A step whose parts fit each other. Raises ``ValueError`` or ``TypeError``."""
+    step = StepEvent.from_dict(record)
+    times = (step.draft_seconds, step.verify_seconds, step.overhead_seconds)
+    chances = [chance for part in (step.draft_probs, step.target_probs) if part is not None for chance in part]
+    if not (
+        step.kind in get_args(StepKind)
+        and step.next_kind in (None, *get_args(NextKind))
+        and _are_ids([step.index, step.position, step.anchor, step.accepted, *step.drafted, *step.committed])
+        and step.accepted <= min(len(step.drafted), len(step.committed))
+        and (step.next_kind is None or len(step.committed) == step.accepted + 1)
+        and all(part is None or len(part) == len(step.drafted) for part in (step.draft_probs, step.target_probs))
+        and all(math.isfinite(number) for number in (*times, *chances))
+        and isinstance(step.text, str)
+    ):
+        raise ValueError("the parts of a step contradict each other")
+    return step
+
+
+def _are_ids(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and all(type(value) is int and value >= 0 for value in values)

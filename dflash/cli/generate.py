@@ -14,11 +14,9 @@ from typing import TYPE_CHECKING, Any
 from dflash.cli import common
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.text import Text
 
-    from dflash.cli.render import Comparison
+    from dflash.comparison import Comparison
     from dflash.engine import Engine
     from dflash.generation import Generation
     from dflash.types import GenerationResult, SamplingParams, StepEvent
@@ -81,8 +79,10 @@ def run(args: argparse.Namespace) -> int:
         if args.compare and not interruption:
             comparison = _compare(engine, prompt, options, result, interruption)
     if args.trace:
-        _save_trace(Path(args.trace), engine, options, result, generation.pieces)
-    _summarise(result, comparison, engine.target.info.dtype)
+        from dflash.trace import Trace
+
+        Trace.of_request(engine, options, result).save(args.trace)
+    _summarise(result, comparison)
     if args.json or args.show == "json":
         print(json.dumps(_record(engine, result, comparison)))
     interrupted = result.finish_reason == "cancelled" or (args.compare and comparison is None)
@@ -124,7 +124,8 @@ class _RoundsShow:
 
         from rich.console import Console
 
-        from dflash.cli.render import WIDTH, marks_for, piece_of
+        from dflash.cli.render import WIDTH, marks_for
+        from dflash.token_texts import piece_of
 
         self._console = Console(file=sys.stdout, highlight=False, markup=False, emoji=False)
         self._marks, self._piece = marks_for(sys.stdout.encoding), piece_of(engine.tokenizer)
@@ -185,7 +186,7 @@ def _compare(
     """The same request decoded plainly; None where Ctrl-C came first."""
     from contextlib import nullcontext
 
-    from dflash.cli.render import Comparison
+    from dflash.comparison import Comparison
 
     console = common.stderr()
     with (
@@ -195,15 +196,15 @@ def _compare(
         for _ in generation:
             if interruption:
                 return None
-    return Comparison(result, common.result_of(generation))
+    return Comparison(result, common.result_of(generation), engine.target.info.dtype)
 
 
-def _summarise(result: GenerationResult, comparison: Comparison | None, dtype: str) -> None:
-    from dflash.cli.render import summary_lines
+def _summarise(result: GenerationResult, comparison: Comparison | None) -> None:
+    from dflash.cli.render import comparison_lines, summary_lines
 
     lines = ["", *summary_lines(result)]
     if comparison:
-        lines += comparison.lines(dtype)
+        lines += comparison_lines(comparison)
     common.say(*lines, *(f"note: {note}" for note in result.notes))
 
 
@@ -217,12 +218,3 @@ def _record(engine: Engine, result: GenerationResult, comparison: Comparison | N
         "facts": engine.facts,
     }
     return record | ({"compare": comparison.to_dict()} if comparison else {})
-
-
-def _save_trace(
-    path: Path, engine: Engine, options: dict[str, Any], result: GenerationResult, pieces: list[str]
-) -> None:
-    from dflash.bench import request_facts
-    from dflash.trace import Trace
-
-    Trace.of(result, engine.facts | request_facts(engine, options), pieces).save(path)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from dflash.metrics import Metrics, break_even
+from dflash.metrics import Metrics
+from dflash.token_texts import Piece
 from dflash.types import GenerationResult, StepEvent
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from dflash.tokenizer import Tokenizer
+    from dflash.comparison import Comparison
 
 NONE = "–"
 WIDTH = 100  # columns of a round where no terminal says how wide it is
@@ -72,24 +73,6 @@ def marks_for(encoding: str | None) -> Marks:
     except (UnicodeEncodeError, LookupError):
         return ASCII
     return UNICODE
-
-
-Piece = Callable[[int, int], str]
-
-
-def piece_of(tokenizer: Tokenizer | None) -> Piece:
-    """(token before, token) → the token's own text, a leading space included; its number where it has none."""
-    if tokenizer is None:
-        return lambda before, token: f"<{token}>"
-    decode = tokenizer.decode
-
-    def piece(before: int, token: int) -> str:
-        # Some tokenizers drop the space of the first token they decode: let the one before it be the first.
-        context, both = decode([before], special=True), decode([before, token], special=True)
-        text = both.removeprefix(context) if both.startswith(context) else decode([token], special=True)
-        return text or f"<{token}>"  # an id without any text of its own
-
-    return piece
 
 
 def step_lines(event: StepEvent, piece: Piece, marks: Marks, width: int = WIDTH) -> list[Text]:
@@ -201,67 +184,23 @@ def summary_lines(result: GenerationResult) -> list[str]:
     return [f"{name:<11} {text}" for name, text in rows]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """A speculative generation beside the plain one of the same request."""
-
-    speculative: GenerationResult
-    plain: GenerationResult
-
-    @property
-    def speedup(self) -> float | None:
-        """Plain end-to-end time ÷ speculative."""
-        ours, plain = self.speculative.metrics, self.plain.metrics
-        return plain.total_seconds / ours.total_seconds if ours.num_tokens else None
-
-    @property
-    def break_even(self) -> float | None:
-        return break_even(self.speculative.metrics, self.plain.metrics)
-
-    @property
-    def first_difference(self) -> int | None:
-        """Number of the first token, counted from 1, in which the two differ; None where they are the same."""
-        ours, theirs = self.speculative.token_ids, self.plain.token_ids
-        if ours == theirs:
-            return None
-        same = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if pair[0] != pair[1]), None)
-        return 1 + (min(len(ours), len(theirs)) if same is None else same)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "plain": self.plain.metrics.to_dict(),
-            "speedup": self.speedup,
-            "break_even_acceptance_length": self.break_even,
-            "identical": self.first_difference is None,
-            "first_difference": self.first_difference,
-        }
-
-    def lines(self, dtype: str) -> list[str]:
-        """The comparison in words; ``dtype`` decides what may be promised."""
-        ours, plain = self.speculative.metrics, self.plain.metrics
-        speedup, needed, tau = self.speedup, self.break_even, ours.mean_acceptance_length
-        lines = []
-        if speedup is not None:
-            lines.append(
-                f"plain       {plain.total_seconds:.2f} s · speculative {ours.total_seconds:.2f} s · "
-                f"speedup {speedup:.2f} × end to end"
-            )
-        if needed is not None:
-            lines.append(
-                f"break-even  τ {needed:.2f}: a round takes as long as {needed:.2f} plain steps "
-                f"(measured τ {number(tau)})"
-            )
-        if speedup is not None and speedup < 1 and needed is not None:
-            lines.append(
-                f"speculation is slower than plain decoding here: a round brings {number(tau)} tokens "
-                f"and costs as much as {needed:.2f} plain ones"
-            )
-        return [*lines, f"identical to plain decoding: {self._verdict(dtype)}"]
-
-    def _verdict(self, dtype: str) -> str:
-        # Blocks and single rows round differently in 16 bits: there, equal tokens are a finding, not a promise.
-        exact, at = dtype in ("float32", "float64"), self.first_difference
-        if at is None:
-            return "yes" if exact else f"yes (this output; {dtype} arithmetic promises it up to near-ties only)"
-        why = "" if exact else "; 16-bit arithmetic breaks near-ties, see README"
-        return f"no (first difference at token {at}{why})"
+def comparison_lines(comparison: Comparison) -> list[str]:
+    """A comparison in words."""
+    ours, plain = comparison.speculative.metrics, comparison.plain.metrics
+    speedup, needed, tau = comparison.speedup, comparison.break_even, ours.mean_acceptance_length
+    lines = []
+    if speedup is not None:
+        lines.append(
+            f"plain       {plain.total_seconds:.2f} s · speculative {ours.total_seconds:.2f} s · "
+            f"speedup {speedup:.2f} × end to end"
+        )
+    if needed is not None:
+        lines.append(
+            f"break-even  τ {needed:.2f}: a round takes as long as {needed:.2f} plain steps (measured τ {number(tau)})"
+        )
+    if speedup is not None and speedup < 1 and needed is not None:
+        lines.append(
+            f"speculation is slower than plain decoding here: a round brings {number(tau)} tokens "
+            f"and costs as much as {needed:.2f} plain ones"
+        )
+    return [*lines, f"identical to plain decoding: {comparison.verdict}"]

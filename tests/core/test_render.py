@@ -2,7 +2,8 @@
 
 import pytest
 
-from dflash.cli.render import ASCII, UNICODE, Comparison, marks_for, piece_of, step_lines, summary_lines
+from dflash.cli.render import ASCII, UNICODE, comparison_lines, marks_for, step_lines, summary_lines
+from dflash.comparison import Comparison
 from dflash.metrics import Metrics
 from dflash.types import GenerationResult, StepEvent
 
@@ -75,20 +76,6 @@ def test_the_stream_s_encoding_chooses_the_marks():
     assert "".join(vars(ASCII).values()).isascii()
 
 
-class Tokens:
-    """Drops the leading space of the first token, as some tokenizers do."""
-
-    def decode(self, ids, *, special=False):
-        assert special
-        return "".join({1: " one", 2: " two", 3: ""}[token] for token in ids).lstrip()
-
-
-def test_a_piece_keeps_its_leading_space_and_an_empty_one_shows_its_id():
-    piece = piece_of(Tokens())
-    assert (piece(1, 2), piece(1, 3)) == (" two", "<3>")
-    assert piece_of(None)(1, 2) == "<2>"
-
-
 def test_a_summary_names_every_denominator():
     ended = result(step("prefill", (), 0, (1,), None, 0), step(), step(accepted=0, committed=(99,)))
     text = "\n".join(summary_lines(ended))
@@ -107,9 +94,13 @@ def steps(count):
     return [step("plain", (), 0, (1,), None) for _ in range(count)]
 
 
+def compared(speculative, plain, dtype="float32"):
+    return Comparison(speculative, plain, dtype)
+
+
 def test_a_comparison_says_speedup_break_even_and_that_the_tokens_agree():
-    comparison = Comparison(result(step(), ids=[1, 2], seconds=1.0), result(*steps(3), ids=[1, 2], seconds=3.0))
-    assert comparison.lines("float32") == [
+    comparison = compared(result(step(), ids=[1, 2], seconds=1.0), result(*steps(3), ids=[1, 2], seconds=3.0))
+    assert comparison_lines(comparison) == [
         "plain       3.00 s · speculative 1.00 s · speedup 3.00 × end to end",
         "break-even  τ 1.00: a round takes as long as 1.00 plain steps (measured τ 3.00)",
         "identical to plain decoding: yes",
@@ -118,19 +109,19 @@ def test_a_comparison_says_speedup_break_even_and_that_the_tokens_agree():
 
 
 def test_a_slower_speculation_says_so():
-    comparison = Comparison(result(step(), ids=[1], seconds=4.0), result(*steps(3), ids=[1], seconds=3.0))
-    assert any("speculation is slower than plain decoding here" in line for line in comparison.lines("float32"))
+    comparison = compared(result(step(), ids=[1], seconds=4.0), result(*steps(3), ids=[1], seconds=3.0))
+    assert any("speculation is slower than plain decoding here" in line for line in comparison_lines(comparison))
 
 
 @pytest.mark.parametrize(("other", "at"), [([1, 5, 3], 2), ([1, 2], 3), ([1, 2, 3, 4], 4), ([], 1)])
 def test_the_first_difference_is_named(other, at):
-    comparison = Comparison(result(step(), ids=[1, 2, 3]), result(*steps(3), ids=other))
-    assert comparison.lines("float32")[-1] == f"identical to plain decoding: no (first difference at token {at})"
+    comparison = compared(result(step(), ids=[1, 2, 3]), result(*steps(3), ids=other))
+    assert comparison_lines(comparison)[-1] == f"identical to plain decoding: no (first difference at token {at})"
     assert comparison.to_dict()["first_difference"] == at
 
 
 def test_sixteen_bit_equality_is_not_promised():
-    same = Comparison(result(step(), ids=[1]), result(*steps(3), ids=[1]))
-    other = Comparison(result(step(), ids=[1]), result(*steps(3), ids=[2]))
-    assert "yes (this output; bfloat16 arithmetic promises it up to near-ties only)" in same.lines("bfloat16")[-1]
-    assert "16-bit arithmetic breaks near-ties, see README" in other.lines("float16")[-1]
+    same = compared(result(step(), ids=[1]), result(*steps(3), ids=[1]), "bfloat16")
+    other = compared(result(step(), ids=[1]), result(*steps(3), ids=[2]), "float16")
+    assert "yes (this output; bfloat16 arithmetic promises it up to near-ties only)" in comparison_lines(same)[-1]
+    assert "16-bit arithmetic breaks near-ties, see README" in comparison_lines(other)[-1]

@@ -10,6 +10,7 @@ import pytest
 
 from dflash.errors import StorageError
 from dflash.metrics import Metrics
+from dflash.token_texts import TokenTexts
 from dflash.trace import Trace
 from dflash.types import GenerationResult, StepEvent
 
@@ -23,7 +24,7 @@ RESULT = GenerationResult([3, 4, 6, 7], "é\n", "length", STEPS, Metrics.from_st
 
 @pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
 def test_a_trace_is_read_as_it_was_saved(tmp_path: Path, name: str) -> None:
-    trace = Trace.of(RESULT, {"target": "T", "block_size": 3}, pieces=["é", "\n", ""])
+    trace = Trace.of(RESULT, {"target": "T", "block_size": 3}, TokenTexts.of_steps(STEPS, None))
     trace.save(tmp_path / name)
     read = Trace.load(tmp_path / name)
     assert read == trace
