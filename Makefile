@@ -1,4 +1,5 @@
 # make run    the main job: a real model, a trained drafter, every round shown
+# make demo   the same in a browser, at an address that it prints
 # make test   the whole test suite
 # make check  format, lint, types
 PYTHON ?= python3
@@ -8,10 +9,13 @@ BIN := $(VENV)/bin
 BACKEND := $(if $(filter Darwin-arm64,$(shell uname -sm | tr ' ' -)),mlx,torch)
 PROMPT ?= Tom has 3 boxes with 4 apples in each box. How many apples does he have?
 
-.PHONY: run test check format clean
+.PHONY: run demo test check format clean
 
 run: $(VENV)/.ready
 	$(BIN)/dflash generate "$(PROMPT)" --show rounds --compare
+
+demo: $(VENV)/.ready-demo
+	$(BIN)/dflash demo
 
 test: $(VENV)/.ready-dev
 	$(BIN)/python -m pytest
@@ -31,6 +35,10 @@ $(VENV)/bin/python:
 $(VENV)/.ready: pyproject.toml constraints.txt | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(BACKEND)]"
+	touch $@
+
+$(VENV)/.ready-demo: $(VENV)/.ready
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(BACKEND),demo]"
 	touch $@
 
 $(VENV)/.ready-dev: $(VENV)/.ready

@@ -22,7 +22,7 @@ class Comparison:
     def speedup(self) -> float | None:
         """Plain end-to-end time ÷ speculative."""
         ours, plain = self.speculative.metrics, self.plain.metrics
-        return plain.total_seconds / ours.total_seconds if ours.num_tokens else None
+        return plain.total_seconds / ours.total_seconds if ours.num_tokens and ours.total_seconds else None
 
     @property
     def break_even(self) -> float | None:

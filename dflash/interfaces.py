@@ -76,6 +76,13 @@ class Drafter(Protocol):
         """The block's hidden states [1 + count, H] behind each draft layer, to find where two backends part."""
         ...
 
+    def attention(self, anchor: int, count: int) -> list[Array]:
+        """Where the block after ``anchor`` looks: for each draft layer the attention weights
+        [1 + count, length + 1 + count] of every row of the block, the anchor's first, over the context's tokens and
+        then the block's own. They are averaged over the heads; a row sums to 1 and is 0 where the layer's causality or
+        window forbids to look."""
+        ...
+
     def reset(self) -> None: ...
 
 

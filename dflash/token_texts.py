@@ -26,9 +26,11 @@ def piece_of(tokenizer: Tokenizer | None) -> Piece:
     decode = tokenizer.decode
 
     def piece(before: int, token: int) -> str:
-        # Some tokenizers drop the space of the first token they decode: let the one before it be the first.
+        # Some tokenizers drop the space of the first token they decode: let the one before it be the first. Where that
+        # one ends in mid-character, what follows could vanish in it.
         context, both = decode([before], special=True), decode([before, token], special=True)
-        text = both.removeprefix(context) if both.startswith(context) else decode([token], special=True)
+        alone = context.endswith(_HALF) or not both.startswith(context)
+        text = decode([token], special=True) if alone else both.removeprefix(context)
         return text or f"<{token}>"  # an id without any text of its own
 
     return piece
@@ -47,18 +49,22 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
         self._special: set[int] = set()
         self.running: list[str] = []
+        self._newest: int | None = None  # number of the last token that is text
 
     def take(self, steps: Iterable[StepEvent]) -> None:
         """Take in the next steps of the generation."""
         for step in steps:
             self.learn((step.anchor, *step.drafted))
             self.learn((step.anchor, *step.committed))
-            self.running += [self._run_on(token) for token in step.committed]
+            for token in step.committed:
+                self.running.append(self._run_on(token))
+                if token not in self._special:
+                    self._newest = len(self.running) - 1
 
     def finish(self) -> None:
-        """Nothing follows: an unfinished character belongs to the last token."""
-        if self._stream and self.running:
-            self.running[-1] += self._stream.flush()
+        """Nothing follows: an unfinished character belongs to the last token that is text."""
+        if self._stream and self._newest is not None:
+            self.running[self._newest] += self._stream.flush()
 
     def learn(self, tokens: Iterable[int]) -> None:
         """Find out the texts of ids that follow each other."""

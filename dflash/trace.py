@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import zlib
 from dataclasses import dataclass, field
@@ -13,12 +12,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from dflash.errors import StorageError
 from dflash.records import open_text
 from dflash.token_texts import TokenTexts
-from dflash.types import GenerationResult, NextKind, StepEvent, StepKind
+from dflash.types import GenerationResult, StepEvent, StepKind
 
 if TYPE_CHECKING:
     from dflash.engine import Engine
 
 FORMAT = 1
+_MOST = 1e12  # of seconds and probabilities: far beyond any, and sums of it stay finite
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,16 @@ class Trace:
                 raise ValueError
             trace = cls(head, head.pop("prompt_ids"), [_step(record) for record in steps], tail)
             if not (
-                _are_ids(trace.prompt_ids) and len(trace.texts.running) == sum(len(s.committed) for s in trace.steps)
+                _are_ids(trace.prompt_ids)
+                and len(trace.texts.running) == sum(len(s.committed) for s in trace.steps)
+                and isinstance(tail.get("finish_reason", ""), str)
+                and isinstance(tail.get("notes", []), list)
             ):
                 raise ValueError
             return trace
         except OSError as error:
             raise StorageError(f"the trace {path} cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError, EOFError, zlib.error):
+        except (ValueError, KeyError, TypeError, AttributeError, EOFError, RecursionError, zlib.error):
             raise StorageError(f"{path} is not a whole trace of format {FORMAT}") from None
 
 
@@ -108,12 +111,12 @@ def _step(record: dict[str, Any]) -> StepEvent:
     chances = [chance for part in (step.draft_probs, step.target_probs) if part is not None for chance in part]
     if not (
         step.kind in get_args(StepKind)
-        and step.next_kind in (None, *get_args(NextKind))
         and _are_ids([step.index, step.position, step.anchor, step.accepted, *step.drafted, *step.committed])
         and step.accepted <= min(len(step.drafted), len(step.committed))
+        and step.next_kind in (None, "bonus" if step.accepted == len(step.drafted) else "correction")
         and (step.next_kind is None or len(step.committed) == step.accepted + 1)
         and all(part is None or len(part) == len(step.drafted) for part in (step.draft_probs, step.target_probs))
-        and all(math.isfinite(number) for number in (*times, *chances))
+        and all(abs(number) < _MOST for number in (*times, *chances))  # not true of what is no number
         and isinstance(step.text, str)
     ):
         raise ValueError("the parts of a step contradict each other")

@@ -7,7 +7,7 @@ Shapes: n tokens, K taps, H hidden size, L draft layers, h heads, g key/value he
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +22,7 @@ from mlx_dflash.rope import Rope
 FIRST_CAPACITY = 512
 HALF_LARGEST = 256  # of a feature that enters a float16 product
 GROUP_SIZES = (64, 32)  # of weights that share a scale, the likeliest first
+Mask = mx.array | str | None  # bool [n, S], or what stands for one in MLX's attention
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,33 @@ class MlxDrafter:
 
     def layer_states(self, anchor: int, count: int) -> list[mx.array]:
         """Hidden states [1 + count, H] of a block after ``anchor``, behind each draft layer."""
+        return self._pass(anchor, count, self._attend)
+
+    def attention(self, anchor: int, count: int) -> list[mx.array]:
+        """Attention weights [1 + count, length + 1 + count] of a block after ``anchor``, float32, of each draft layer:
+        over the context and then the block itself, averaged over the heads."""
+        seen: list[mx.array] = []
+
+        def attend(q: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
+            weights = attention_weights(q, keys, mask)
+            unseen = self.length + 1 + count - keys.shape[2]  # positions before the first that any slot sees
+            seen.append(mx.pad(weights, [(0, 0), (unseen, 0)]))
+            return self._attend(q, keys, values, mask)
+
+        self._pass(anchor, count, attend)
+        return seen
+
+    def _attend(self, q: mx.array, keys: mx.array, values: mx.array, mask: Mask) -> mx.array:
+        return mx.fast.scaled_dot_product_attention(q, keys, values, scale=self.config.head_dim**-0.5, mask=mask)
+
+    def _pass(
+        self, anchor: int, count: int, attend: Callable[[mx.array, mx.array, mx.array, Mask], mx.array]
+    ) -> list[mx.array]:
+        """A block after ``anchor`` through all layers: the hidden states [1 + count, H] behind each."""
         rows, end = 1 + count, self.length + 1 + count
         self._make_room(end)
         x = self._embed(mx.array([anchor] + [self.config.mask_token_id] * count)).astype(self.dtype)
-        masks: dict[tuple[bool, int | None], tuple[int, mx.array | str | None]] = {}
+        masks: dict[tuple[bool, int | None], tuple[int, Mask]] = {}
         states = []
         for index, layer in enumerate(self.layers):
             kind = self.config.causal[index], self._windows[index]
@@ -158,13 +182,8 @@ class MlxDrafter:
             kv = layer.kv(normed).reshape(rows, 2, self._groups, -1).transpose(1, 2, 0, 3)
             self._write(index, self._keys(layer, kv[0]), kv[1], end)
             keys, values = self._cache[index]
-            attended = mx.fast.scaled_dot_product_attention(
-                self.rope(self._rms(q, layer.q_norm)[None], offset=self.length),
-                keys[..., first:end, :],
-                values[..., first:end, :],
-                scale=self.config.head_dim**-0.5,
-                mask=mask,
-            )
+            q = self.rope(self._rms(q, layer.q_norm)[None], offset=self.length)
+            attended = attend(q, keys[..., first:end, :], values[..., first:end, :], mask)
             x = x + layer.output(attended[0].transpose(1, 0, 2).reshape(rows, -1))
             gate, up = mx.split(layer.gate_up(self._rms(x, layer.post_norm)), 2, axis=-1)
             x = x + layer.down(swiglu(gate, up))
@@ -216,7 +235,7 @@ class MlxDrafter:
         return mx.fast.rms_norm(x, weight, self.config.rms_norm_eps)
 
 
-def attention_mask(causal: bool, window: int | None, start: int, end: int) -> tuple[int, mx.array | str | None]:
+def attention_mask(causal: bool, window: int | None, start: int, end: int) -> tuple[int, Mask]:
     """What a block at positions start … end−1 may see of the positions up to ``end``: the first position that any slot
     sees, and from there on a mask, bool [end − start, end − first], or what stands for one in MLX's attention."""
     if window is None:
@@ -225,6 +244,19 @@ def attention_mask(causal: bool, window: int | None, start: int, end: int) -> tu
     distance = mx.arange(start, end)[:, None] - mx.arange(first, end)
     sees = mx.abs(distance) < window
     return first, sees & (distance >= 0) if causal else sees
+
+
+def attention_weights(q: mx.array, keys: mx.array, mask: Mask) -> mx.array:
+    """The weights [n, S] by which MLX's attention of ``q`` [1, h, n, d] over ``keys`` [1, g, S, d] mixes values,
+    averaged over the heads; float32, also where products are in 16 bits."""
+    (_, heads, rows, size), (_, groups, total, _) = q.shape, keys.shape
+    grouped = q.astype(mx.float32).reshape(groups, heads // groups, rows, size)
+    scores = grouped @ keys.astype(mx.float32)[0][:, None].swapaxes(-1, -2) * size**-0.5  # [g, h/g, n, S]
+    if isinstance(mask, str):  # "causal": the last rows of a square mask
+        mask = mx.arange(total - rows, total)[:, None] >= mx.arange(total)
+    if mask is not None:
+        scores = mx.where(mask, scores, -mx.inf)
+    return mx.softmax(scores, axis=-1).mean((0, 1))
 
 
 def scaled_for_half(features: mx.array) -> mx.array:

@@ -6,6 +6,8 @@ tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from einops import rearrange
@@ -20,6 +22,7 @@ from torch_dflash.rotary import Rotary
 
 FIRST_CAPACITY = 512
 HALF_LARGEST = 256  # of a feature that enters a float16 product
+Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # queries, keys, values and mask to what is attended
 
 
 class TorchDrafter:
@@ -64,9 +67,25 @@ class TorchDrafter:
             cache[0, :, self.length : end], cache[1, :, self.length : end] = keys[0], values[0]
         self.length = end
 
-    @torch.inference_mode()
     def layer_states(self, anchor: int, count: int) -> list[Tensor]:
         """Hidden states [1 + count, H] of a block after ``anchor``, behind each draft layer."""
+        return self._pass(anchor, count, grouped_attention)
+
+    def attention(self, anchor: int, count: int) -> list[Tensor]:
+        """Attention weights [1 + count, length + 1 + count] of a block after ``anchor``, float32, of each draft layer:
+        over the context and then the block itself, averaged over the heads."""
+        seen: list[Tensor] = []
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+            seen.append(attention_weights(q, k, mask))
+            return grouped_attention(q, k, v, mask)
+
+        self._pass(anchor, count, attend)
+        return seen
+
+    @torch.inference_mode()
+    def _pass(self, anchor: int, count: int, attend: Attend) -> list[Tensor]:
+        """A block after ``anchor`` through all layers: the hidden states [1 + count, H] behind each."""
         rows, end = 1 + count, self.length + 1 + count
         if end > self._cache.shape[-2]:
             self._make_room(2 * end)
@@ -82,7 +101,7 @@ class TorchDrafter:
             q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), tables)
             cache = self._cache[index]
             cache[0, :, self.length : end], cache[1, :, self.length : end] = k[0], v[0]
-            attended = grouped_attention(q, cache[:1, :, :end], cache[1:, :, :end], masks[index])
+            attended = attend(q, cache[:1, :, :end], cache[1:, :, :end], masks[index])
             x = residual_layer(layer, x, attended)
             states.append(x[0])
         return states
@@ -142,6 +161,17 @@ def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> T
     folded = rearrange(q, "b (g r) n d -> b g (r n) d", g=groups)
     attended = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
     return rearrange(attended, "b g (r n) d -> b (g r) n d", n=rows)
+
+
+def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    """The weights [n, S] by which ``grouped_attention`` of the same arguments mixes values, averaged over the heads;
+    float32, also where products are in 16 bits."""
+    groups, rows = k.shape[1], q.shape[2]
+    folded = rearrange(q.float(), "b (g r) n d -> b g (r n) d", g=groups)
+    scores = rearrange(folded @ k.float().mT, "1 g (r n) s -> (g r) n s", n=rows) * q.shape[-1] ** -0.5
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf)
+    return scores.softmax(-1).mean(0)
 
 
 def check_fits(model: DraftModel, embedding: Tensor, head: Tensor) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dflash import __version__
 from dflash.errors import DFlashError
 
-COMMANDS = ("generate", "chat", "bench", "evaluate", "train", "convert", "doctor", "models")
+COMMANDS = ("generate", "chat", "bench", "evaluate", "train", "convert", "doctor", "models", "demo")
 
 
 class _Parser(argparse.ArgumentParser):

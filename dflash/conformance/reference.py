@@ -55,11 +55,35 @@ class Reference:
             states.append(x)
         return states, rms_norm(x[1:], self.draft_weights["norm.weight"], DRAFT_EPS) @ self.head.T
 
+    def attention(self, context: Array, anchor: int, count: int) -> list[Array]:
+        """A block after ``anchor``: each draft layer's attention weights [1 + count, S], averaged over the heads."""
+        case, n, averages = self.case, 1 + count, []
+        states, _ = self.draft(context, anchor, count)
+        inputs = [self.embedding[[anchor] + [MASK_ID] * count], *states[:-1]]
+        for index, (causal, window) in enumerate(zip(case.causality, case.windows, strict=True)):
+            weights = under(self.draft_weights, f"layers.{index}.")
+            q, k, _ = heads(inputs[index], context, weights, case.draft_heads.size, case.draft_rope, DRAFT_EPS)
+            sees = visible(n, len(context) + n, causal=causal, window=window)
+            averages.append(attention_weights(q, k, sees).mean(axis=0))
+        return averages
+
 
 def layer(
     x: Array, context: Array, weights: Weights, sees: Array, head_dim: int, rope: RopeConfig, eps: float
 ) -> Array:
     """One layer over ``x`` [n, H], the last n of S positions, of which the first are ``context`` [S−n, H]."""
+    q, k, v = heads(x, context, weights, head_dim, rope, eps)
+    x = x + linear(attention(q, k, v, sees), weights, "self_attn.o_proj")
+    normed = rms_norm(x, weights["post_attention_layernorm.weight"], eps)
+    gate, up = linear(normed, weights, "mlp.gate_proj"), linear(normed, weights, "mlp.up_proj")
+    return x + linear(gate / (1 + np.exp(-gate)) * up, weights, "mlp.down_proj")
+
+
+def heads(
+    x: Array, context: Array, weights: Weights, head_dim: int, rope: RopeConfig, eps: float
+) -> tuple[Array, Array, Array]:
+    """Queries [n, h, d] of a layer's input ``x`` [n, H], keys and values [S, g, d] of ``context`` and ``x``; queries
+    and keys are normed and rotated."""
     normed = rms_norm(x, weights["input_layernorm.weight"], eps)
     source = np.concatenate((context, normed))
     q = linear(normed, weights, "self_attn.q_proj").reshape(len(x), -1, head_dim)
@@ -69,20 +93,21 @@ def layer(
         q = rms_norm(q, weights["self_attn.q_norm.weight"], eps)
         k = rms_norm(k, weights["self_attn.k_norm.weight"], eps)
     positions = np.arange(len(source))
-    attended = attention(rotate(q, positions[-len(x) :], rope), rotate(k, positions, rope), v, sees)
-    x = x + linear(attended, weights, "self_attn.o_proj")
-    normed = rms_norm(x, weights["post_attention_layernorm.weight"], eps)
-    gate, up = linear(normed, weights, "mlp.gate_proj"), linear(normed, weights, "mlp.up_proj")
-    return x + linear(gate / (1 + np.exp(-gate)) * up, weights, "mlp.down_proj")
+    return rotate(q, positions[-len(x) :], rope), rotate(k, positions, rope), v
 
 
 def attention(q: Array, k: Array, v: Array, sees: Array) -> Array:
     """``q`` [n, h, d] over ``k`` and ``v`` [S, g, d] where ``sees`` [n, S]; the result is [n, h*d]."""
-    group = q.shape[1] // k.shape[1]
-    k, v = np.repeat(k, group, axis=1), np.repeat(v, group, axis=1)
-    scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) / q.shape[-1] ** 0.5  # [h, n, S]
-    attended = softmax(np.where(sees, scores, -np.inf)) @ v.transpose(1, 0, 2)
+    v = np.repeat(v, q.shape[1] // v.shape[1], axis=1)
+    attended = attention_weights(q, k, sees) @ v.transpose(1, 0, 2)
     return attended.transpose(1, 0, 2).reshape(len(q), -1)
+
+
+def attention_weights(q: Array, k: Array, sees: Array) -> Array:
+    """By what each query mixes values: [h, n, S], for ``q`` [n, h, d], ``k`` [S, g, d] and ``sees`` [n, S]."""
+    k = np.repeat(k, q.shape[1] // k.shape[1], axis=1)
+    scores = q.transpose(1, 0, 2) @ k.transpose(1, 2, 0) / q.shape[-1] ** 0.5
+    return softmax(np.where(sees, scores, -np.inf))
 
 
 def visible(n: int, total: int, *, causal: bool, window: int | None = None) -> Array:

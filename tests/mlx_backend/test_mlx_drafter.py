@@ -51,7 +51,7 @@ def features_of(count: int, config: DraftConfig, seed: int = 3) -> np.ndarray:
 def observed(drafter: Any, features: np.ndarray, *pieces: int) -> Any:
     """``drafter`` with ``features`` in its context, taken in pieces of these lengths (default: at once)."""
     start = 0
-    for count in pieces or (len(features),):
+    for count in pieces or (len(features),) * bool(len(features)):
         part = features[start : start + count]
         drafter.observe(mx.array(part) if isinstance(drafter, MlxDrafter) else torch.from_numpy(part), count)
         start += count
@@ -111,6 +111,31 @@ def test_any_configuration_drafts_what_the_torch_drafter_drafts(
     for layer, (mine, reference) in enumerate(states):
         np.testing.assert_allclose(np.array(mine), reference.numpy(), atol=3e-5, rtol=3e-4, err_msg=f"layer {layer}")
     np.testing.assert_allclose(logits(ours, count=count), logits(theirs, count=count), atol=3e-5, rtol=3e-4)
+
+
+@settings(max_examples=30, deadline=None, derandomize=True, database=None)
+@given(config=draft_configs(), length=st.integers(0, 20), count=st.integers(1, 9))
+def test_any_configuration_looks_where_the_torch_drafter_looks(config: DraftConfig, length: int, count: int) -> None:
+    """And looking changes nothing: the same states before and after, and the same context."""
+    features = features_of(length, config)
+    pieces = (length,) if length else ()
+    ours, theirs = observed(made(config), features, *pieces), observed(made_of_torch(config), features, *pieces)
+    before = [np.array(state) for state in ours.layer_states(42, count)]
+    for mine, reference in zip(ours.attention(42, count), theirs.attention(42, count), strict=True):
+        assert mine.dtype == mx.float32
+        np.testing.assert_allclose(np.array(mine), reference.numpy(), atol=1e-5)
+        assert ((np.array(mine) == 0) == (reference.numpy() == 0)).all()
+    assert ours.length == length
+    for mine, earlier in zip(ours.layer_states(42, count), before, strict=True):
+        np.testing.assert_array_equal(np.array(mine), earlier)
+
+
+@pytest.mark.parametrize("dtype", [mx.float16, mx.bfloat16], ids=str)
+def test_attention_of_sixteen_bit_drafters_sums_to_one_in_float32(dtype: mx.Dtype) -> None:
+    config = make_config(causal=(True, False))
+    for layer in observed(made(config, dtype=dtype), features_of(300, config)).attention(42, 4):
+        assert layer.dtype == mx.float32
+        np.testing.assert_allclose(np.array(layer).sum(-1), 1, atol=1e-5)
 
 
 # The context's cache --------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ import sys
 import pytest
 from saved_tokenizer import save_byte_tokenizer
 from tiny_models import make_config, make_drafter, make_target, save_pair
+from torch_dflash.backend import CpuClock
+from torch_dflash.drafter import TorchDrafter
 
 from dflash.cli.main import main
 from dflash.tokenizer import Tokenizer
@@ -143,7 +146,17 @@ def test_a_trace_holds_every_step(capsys, scripted, tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == [file.name]
 
 
-def test_a_fallback_is_told(capsys, pair):
+def test_a_fallback_is_told(capsys, pair, monkeypatch):
+    spent, propose = itertools.count(0.0), TorchDrafter.propose
+
+    def costly(self, *args, **options):
+        for _ in range(9):
+            next(spent)
+        return propose(self, *args, **options)
+
+    monkeypatch.setattr(TorchDrafter, "propose", costly)
+    monkeypatch.setattr(CpuClock, "now", lambda self: next(spent))
+    monkeypatch.setattr(CpuClock, "mark", lambda self: next(spent))
     argv = ("generate", "hello", *pair, "--max-new-tokens", "60", "--ignore-eos", "--fallback")
     _, _, err = call(capsys, *argv)
     assert "note: went on without the drafter" in err and "plain steps" in err

@@ -286,6 +286,35 @@ def test_no_row_of_a_mask_is_empty_and_no_logit_is_not_a_number(window: int) -> 
             assert drafter.logits(5, 4).isfinite().all()
 
 
+# Attention ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("count", [1, 4, 12])
+def test_looking_at_attention_changes_nothing(name: str, count: int) -> None:
+    """And its rows have one entry for each token of the context and of the block."""
+    config = make_config(**CONFIGS[name])
+    drafter, features = made(config), features_of(11, config)
+    drafter.observe(features[:9], 9)
+    before = drafter.layer_states(42, count)
+    weights = drafter.attention(42, count)
+    assert [layer.shape for layer in weights] == [(1 + count, 9 + 1 + count)] * config.num_hidden_layers
+    for layer in weights:
+        torch.testing.assert_close(layer.sum(-1), torch.ones(1 + count), atol=1e-5, rtol=0)
+    assert drafter.length == 9
+    for ours, theirs in zip(drafter.layer_states(42, count), before, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
+    drafter.observe(features[9:], 2)
+    fresh = made(config)
+    fresh.observe(features, 11)
+    torch.testing.assert_close(drafter.logits(5, 4), fresh.logits(5, 4))
+
+
+def test_attention_before_any_context_is_over_the_block_alone() -> None:
+    (layer, *_) = made(make_config()).attention(42, 3)
+    assert layer.shape == (4, 4) and (layer > 0).all()
+
+
 # RoPE against transformers ----------------------------------------------------------------------------------------
 
 LLAMA3 = {

@@ -1,0 +1,1 @@
+"""The web demo: a block being drafted, judged and committed, before one's eyes. ``dflash demo`` starts it."""
