@@ -148,8 +148,7 @@ class Engine:
             detail=detail,
             fallback=Fallback(notes) if self.fallback and speculate else None,
         )
-        if self._running is not None:
-            self._running.close()
+        self.end_running()
         run(lambda: self.backend.reset_peak_memory(self.target))
         self._running = Generation(
             OnDevice(self._decode(request), run),
@@ -160,6 +159,11 @@ class Engine:
             peak_memory=lambda: run(lambda: self.backend.peak_memory(self.target)),
         )
         return self._running
+
+    def end_running(self) -> None:
+        """End a generation that is still running: the models' caches serve one at a time."""
+        if self._running is not None:
+            self._running.close()
 
     # The loop ------------------------------------------------------------------------------------------------
 

@@ -66,14 +66,14 @@ class Probe:
             raise UsageError(f"the text holds the id {wrong[0]}; the target's ids are 0 to {vocabulary - 1}")
         if len(self.ids) > self._most:
             raise UsageError(f"the text has {len(self.ids)} tokens; the target's context holds {self._most}")
-        self._take_over()
+        self._engine.end_running()
         engine.backend.run(self._read)
 
     def round(self, position: int, count: int) -> RoundProbe:
         """The round whose anchor is ``ids[position]`` and that drafts ``count`` tokens. At position 0 there is no
         context, and nothing to be blind to. Raises ``UsageError`` where there is no such round."""
         self._check(position, count)
-        self._take_over()
+        self._engine.end_running()
         return self._engine.backend.run(partial(self._round, position, count))
 
     def acceptance(
@@ -86,7 +86,7 @@ class Probe:
             self._check(position, count)
         if any(after[0] < before[0] for before, after in pairwise(rounds)):
             raise UsageError("the positions of the rounds must not go down")
-        self._take_over()
+        self._engine.end_running()
         # There is one context, so with and without take turns, and each turn builds it anew. Batches that double do
         # that about once more than a single one would, and leave an answer when they are broken off.
         found: list[tuple[int, int]] = []
@@ -102,11 +102,6 @@ class Probe:
         return found
 
     # On the engine's models ------------------------------------------------------------------------------------
-
-    def _take_over(self) -> None:
-        """End the generation that may be using the caches."""
-        if self._engine._running is not None:
-            self._engine._running.close()
 
     def _read(self) -> None:
         """Features of the whole text but its last token, which is in no round's context."""

@@ -18,7 +18,7 @@
     ["mean_acceptance_length", "τ, mean acceptance length", (f) => rate(f.mean_acceptance_length), (f, block) => "tokens a round" + (block ? `, ${block} at best` : "")],
     ["draft_acceptance_rate", "draft acceptance rate", (f) => (known(f.draft_acceptance_rate) ? percent(f.draft_acceptance_rate, 1) : "–"),
       (f) => (known(f.num_draft_tokens) ? `= ${whole(f.num_accepted_draft_tokens)}/${whole(f.num_draft_tokens)} drafted tokens` : "no drafts yet")],
-    ["speedup", "speedup", (f) => (known(f.speedup) ? rate(f.speedup) + " ×" : "–"), (f) => (known(f.speedup) ? "plain time ÷ DFlash time" : "run the race to measure it")],
+    ["speedup", "speedup", (f) => (known(f.speedup) ? rate(f.speedup) + " ×" : "–"), (f) => (known(f.speedup) ? "plain time ÷ DFlash time" : "the race measures it")],
     ["num_tokens", "tokens", (f) => whole(f.num_tokens), (f) => (known(f.num_prompt_tokens) ? `after ${whole(f.num_prompt_tokens)} of the prompt` : "")],
     ["num_spec_steps", "rounds", (f) => whole(f.num_spec_steps), () => "one pass of the target each"],
     ["ttft", "TTFT", (f) => time(f.ttft), () => "until the first token"],
