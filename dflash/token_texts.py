@@ -6,7 +6,7 @@ no tokenizer is at hand any more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dflash.detokenizer import Detokenizer
@@ -49,6 +49,7 @@ class TokenTexts:
         self._texts: dict[int, str] = {}
         self._special: set[int] = set()
         self.running: list[str] = []
+        self.prompt: str | None = None
         self._newest: int | None = None  # number of the last token that is text
 
     def take(self, steps: Iterable[StepEvent]) -> None:
@@ -74,6 +75,12 @@ class TokenTexts:
                 self._texts[token] = self._read(before, token)
             before = token
 
+    def read_prompt(self, ids: Sequence[int]) -> None:
+        """Take in the tokens of the prompt; ``prompt`` is its text then, control tokens included."""
+        self.learn(ids)
+        if self._tokenizer:
+            self.prompt = self._tokenizer.decode(ids, special=True)
+
     def of(self, token: int) -> str:
         """The text of an id as a reader would know it; bytes of an unfinished character by their numbers."""
         return self._texts.get(token, f"<{token}>")
@@ -87,6 +94,7 @@ class TokenTexts:
             "vocabulary": {str(token): text for token, text in sorted(self._texts.items())},
             "special": sorted(self._special),
             "running": self.running,
+            "prompt": self.prompt,
         }
 
     @classmethod
@@ -95,8 +103,8 @@ class TokenTexts:
         texts = cls()
         texts._texts = {int(token): text for token, text in record["vocabulary"].items()}
         texts._special = {int(token) for token in record["special"]}
-        texts.running = list(record["running"])
-        if not all(isinstance(text, str) for text in (*texts._texts.values(), *texts.running)):
+        texts.running, texts.prompt = list(record["running"]), record.get("prompt")
+        if not all(isinstance(text, str) for text in (*texts._texts.values(), *texts.running, texts.prompt or "")):
             raise ValueError("a token's text is no text")
         return texts
 

@@ -48,7 +48,7 @@ class Trace:
     def of_request(cls, engine: Engine, options: dict[str, Any], result: GenerationResult) -> Trace:
         """The trace of a request with the ``options`` of ``Engine.stream``."""
         texts = TokenTexts.of_steps(result.steps, engine.tokenizer)
-        texts.learn(result.prompt_ids)
+        texts.read_prompt(result.prompt_ids)
         return cls.of(result, request_head(engine, options), texts)
 
     @property
@@ -101,6 +101,9 @@ def request_head(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     from dflash.bench import request_facts
 
     facts = {name: value for name, value in engine.facts.items() if not name.endswith("_folder")}
+    for role in ("target", "draft"):
+        if facts.get(role) and Path(facts[role]).is_dir():
+            facts[role] = Path(facts[role]).name
     return facts | request_facts(engine, options)
 
 

@@ -84,8 +84,8 @@ def _to_watch() -> gr.Tabs:
     return gr.Tabs(selected="watch")
 
 
-def _panel(kind: str, value: str = "") -> gr.HTML:
-    """A part of the page that ``DFlash.<kind>`` of ``static/`` draws from its value."""
+def _panel(kind: str, value: str = "", name: str = "") -> gr.HTML:
+    """A part of the page that ``DFlash.<kind>`` of ``static/`` draws from its value; ``name`` is its id on the page."""
     return gr.HTML(
         value,
         html_template=f'<div class="dflash {kind}"></div>',
@@ -96,7 +96,7 @@ def _panel(kind: str, value: str = "") -> gr.HTML:
             show();
         """,
         apply_default_css=False,
-        elem_id=f"dflash-{kind}",
+        elem_id=f"dflash-{name or kind}",
     )
 
 
@@ -156,9 +156,9 @@ def _conditioning() -> tuple[gr.Number, gr.Button, gr.Button, gr.HTML]:
 
 def _replay(trace: Trace | None) -> tuple[gr.File, gr.HTML, gr.DownloadButton]:
     upload = gr.File(
-        label="Trace (.jsonl or .jsonl.gz)", file_types=[".jsonl", ".gz"], height=110, elem_id="dflash-upload"
+        label="Trace (.jsonl or .jsonl.gz)", file_types=[".jsonl", ".gz"], height=140, elem_id="dflash-upload"
     )
-    replayed = _panel("player", page_lines(trace) if trace else "")
+    replayed = _panel("player", page_lines(trace) if trace else "", name="replayed")
     page = gr.DownloadButton("Share as one HTML file", size="sm", interactive=False, elem_id="dflash-replay-page")
     return upload, replayed, page
 

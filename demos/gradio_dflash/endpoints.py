@@ -12,11 +12,11 @@ from typing import Any
 import gradio as gr
 
 from dflash.backends import installed_backends
-from dflash.errors import DFlashError, UsageError
+from dflash.errors import DFlashError, StorageError, UsageError
 from dflash.trace import Trace
 from gradio_dflash.page import page
 from gradio_dflash.studio import STOPPED_RACE, Request, Studio
-from gradio_dflash.view import json_text, page_lines
+from gradio_dflash.view import json_text, page_lines, sentence
 
 TRACE_FILE, PAGE_FILE = "dflash-trace.jsonl", "dflash-page.html"
 
@@ -98,7 +98,7 @@ class Endpoints:
         if not file:
             return "", gr.DownloadButton(value=None, interactive=False)
         with _messages():
-            lines = page_lines(Trace.load(file))
+            lines = page_lines(_trace(file))
         return lines, self._button(PAGE_FILE, page(lines, title="A DFlash generation"))
 
     def files(self, request: gr.Request) -> tuple[Any, Any, Any]:
@@ -158,6 +158,13 @@ def _whole(value: Any, what: str) -> int:
     raise UsageError(f"{what} is {value!r}; it must be a whole number")
 
 
+def _trace(file: str) -> Trace:
+    try:
+        return Trace.load(file)
+    except StorageError as error:  # a visitor knows its name, and not the folder that it came to lie in
+        raise StorageError(str(error).replace(file, Path(file).name)) from None
+
+
 def _visitor(request: gr.Request) -> str:
     return request.session_hash or ""
 
@@ -168,5 +175,4 @@ def _messages() -> Iterator[None]:
     try:
         yield
     except DFlashError as error:
-        text = str(error)
-        raise gr.Error(f"{text[:1].upper()}{text[1:]}.", print_exception=False, title="That did not work") from None
+        raise gr.Error(sentence(error), print_exception=False, title="That did not work") from None

@@ -15,9 +15,9 @@ import time
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from dflash.backends import find_backend
+from dflash.backends import find_backend, installed_backends
 from dflash.bench import seeded, warm_up
 from dflash.comparison import Comparison
 from dflash.engine import Engine
@@ -30,7 +30,7 @@ from dflash.trace import Trace, request_head
 from dflash.types import GenerationResult, SamplingParams
 from gradio_dflash.conditioning import look_inside
 from gradio_dflash.race import ARMS, race_view
-from gradio_dflash.view import Log, json_text, metrics_of
+from gradio_dflash.view import Log, json_text, metrics_of, sentence
 
 UPDATE_EVERY = 0.1  # seconds between two updates of a page, at least
 STOPPED_RACE = "The race was stopped, so there is nothing to compare."
@@ -43,6 +43,8 @@ _NO_MEMORY = (
     "unable to allocate",
     "bad_alloc",
 )
+KEPT = 100  # visitors whose last answer is remembered
+T = TypeVar("T")
 _log = logging.getLogger("gradio_dflash")
 
 
@@ -95,9 +97,9 @@ class Answer:
 class Watch:
     """A generation on its way into a log, and what is left of it when it has ended."""
 
-    def __init__(self, log: Log, engine: Engine, generation: Generation, options: dict[str, Any]) -> None:
-        self.log, self.engine, self.generation, self.options = log, engine, generation, options
-        self._texts, self._shown = TokenTexts(engine.tokenizer), 0
+    def __init__(self, log: Log, texts: TokenTexts, generation: Generation, head: dict[str, Any]) -> None:
+        self.log, self.generation, self._head = log, generation, head
+        self._texts, self._shown = texts, 0
 
     def take(self) -> None:
         """Write the steps that have come since the last time."""
@@ -115,7 +117,9 @@ class Watch:
         self.take()
         self.log.figures(result.metrics)
         self.log.end(result.finish_reason, result.notes)
-        return Trace.of_request(self.engine, self.options, result)
+        self._texts.finish()
+        self._texts.read_prompt(result.prompt_ids)
+        return Trace.of(result, self._head, self._texts)
 
 
 class Studio:
@@ -138,7 +142,12 @@ class Studio:
     def pairs(self) -> list[str]:
         """Names of the pairs that are on this machine, the default first. The bundled one counts: it is fetched where
         it is not."""
-        here = [pair.name for pair in PAIRS if pair is BUNDLED or _is_here(pair.target, pair.draft)]
+        backends = installed_backends()
+        here = [
+            pair.name
+            for pair in PAIRS
+            if pair is BUNDLED or any(_is_here(pair.target_for(name), pair.draft) for name in backends)
+        ]
         return list(dict.fromkeys((*self._named, *here)))
 
     def rules(self) -> list[str]:
@@ -165,16 +174,16 @@ class Studio:
         run = self._begin(request, visitor)
 
         def told(error: DFlashError) -> str:
-            run.log.error(str(error))
+            run.log.error(sentence(error))
             return run.log.text
 
-        yield from self._guarded(run, self._generate(run, visitor), told)
+        yield from self._guarded(run, visitor, self._generate(run, visitor), told)
 
     def race(self, request: Request, visitor: str) -> Generator[str]:
         """What happens in a race, as JSON, and at its end all of it (see ``gradio_dflash.race``). Raises
         ``DFlashError``."""
         run = self._begin(request, visitor)
-        yield from self._guarded(run, self._race(run, visitor), _error)
+        yield from self._guarded(run, visitor, self._race(run, visitor), _error)
 
     def conditioning(self, index: int, visitor: str) -> Generator[str]:
         """How round ``index`` of the visitor's last answer looks around, and what it drafts without conditioning, as
@@ -183,7 +192,7 @@ class Studio:
         if answer is None:
             raise UsageError("there is no answer yet to look into; generate one first")
         run = self._begin(answer.request, visitor)
-        yield from self._guarded(run, self._look(run, answer, index), _error)
+        yield from self._guarded(run, visitor, self._look(run, answer, index), _error)
 
     def stop(self, visitor: str, patience: float = 60.0) -> str:
         """End what runs for the visitor at its next round, wait for that, and hand out the log as it ends."""
@@ -191,10 +200,9 @@ class Studio:
         if run is None:
             return ""
         run.stop.set()
-        if run.ended.wait(patience):
-            self._finish(run, visitor)
-            if run.log.text and not run.log.ended:  # it was cut off before there was a generation
-                run.log.end("cancelled")
+        # What has no end by now was cut off before there was a generation.
+        if run.ended.wait(patience) and run.log.text and not run.log.ended:
+            run.log.end("cancelled")
         answer = self._answers.get(visitor)  # a race or a look inside leaves it as it is
         return run.log.text or (answer.log.text if answer else "")
 
@@ -213,7 +221,8 @@ class Studio:
     def _begin(self, request: Request, visitor: str) -> Run:
         if before := self._runs.get(visitor):
             before.stop.set()
-        self._runs[visitor] = run = Run(request)
+        run = Run(request)
+        _keep(self._runs, visitor, run)
         return run
 
     def _finish(self, run: Run, visitor: str) -> None:
@@ -222,9 +231,11 @@ class Studio:
         if watch is not None:
             trace = watch.finish()
             if visitor in self._runs:  # and has not left
-                self._answers[visitor] = Answer(run.request, trace, run.log)
+                _keep(self._answers, visitor, Answer(run.request, trace, run.log))
 
-    def _guarded(self, run: Run, updates: Iterator[str], told: Callable[[DFlashError], str]) -> Generator[str]:
+    def _guarded(
+        self, run: Run, visitor: str, updates: Iterator[str], told: Callable[[DFlashError], str]
+    ) -> Generator[str]:
         """``updates``, and a failure as the last of them and as an error. They come from a frame of their own: it holds
         the engine, and goes with the failure."""
         try:
@@ -235,6 +246,7 @@ class Studio:
             yield told(failure)
             raise failure from None
         finally:
+            self._finish(run, visitor)  # where it was cut off
             run.ended.set()
 
     def _generate(self, run: Run, visitor: str) -> Iterator[str]:
@@ -244,10 +256,11 @@ class Studio:
             log.status(text)
             yield log.text
         engine = self.load(request.pair, request.backend)
-        log.head(request_head(engine, options), request.prompt, secrets.token_hex(4))
+        head = request_head(engine, options)
+        log.head(head, request.prompt, secrets.token_hex(4))
         with self._device:
             generation = engine.stream(request.prompt, **options)
-        run.watch = watch = Watch(log, engine, generation, options)
+        run.watch = watch = Watch(log, TokenTexts(engine.tokenizer), generation, head)
         yield log.text
         for _ in self._rounds(run, generation):
             watch.take()
@@ -350,6 +363,14 @@ def _is_here(target: str, draft: str) -> bool:
     return find_local(target, what="target") is not None and find_local(draft, what="draft") is not None
 
 
+def _keep(store: dict[str, T], visitor: str, value: T) -> None:
+    """As the newest; the oldest goes where there are too many, of visitors who never said that they left."""
+    store.pop(visitor, None)
+    store[visitor] = value
+    if len(store) > KEPT:
+        del store[next(iter(store))]
+
+
 def _result(generation: Generation) -> GenerationResult:
     """What it warns of stands in its notes too, which the page shows."""
     with warnings.catch_warnings(action="ignore", category=RuntimeWarning):
@@ -357,7 +378,7 @@ def _result(generation: Generation) -> GenerationResult:
 
 
 def _error(error: DFlashError) -> str:
-    return _state("error", str(error))
+    return _state("error", sentence(error))
 
 
 def _state(state: str, text: str, **more: Any) -> str:

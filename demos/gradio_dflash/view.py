@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from dflash.errors import DFlashError
 from dflash.metrics import Metrics
 from dflash.token_texts import TokenTexts
 from dflash.trace import Trace
@@ -82,7 +83,7 @@ class Log:
 def page_lines(trace: Trace) -> str:
     """The whole page of a finished generation."""
     log, texts = Log(), trace.texts
-    log.head(trace.head, "".join(texts.of(token) for token in trace.prompt_ids), "trace")
+    log.head(trace.head, texts.prompt or "".join(map(texts.of, trace.prompt_ids)), "trace")
     log.steps(trace.steps, 0, texts)
     log.figures(metrics_of(trace))
     finish = trace.tail.get("finish_reason")
@@ -206,6 +207,14 @@ def metrics_of(trace: Trace) -> Metrics:
         total_seconds=number("total_seconds"),
         peak_memory=int(number("peak_memory") or 0),
     )
+
+
+def sentence(error: DFlashError) -> str:
+    """An error as a page says it."""
+    text = str(error)
+    if text.partition(" ")[0].isalpha():  # and not the name of an option or a model
+        text = text[0].upper() + text[1:]
+    return text if text.endswith((".", "?")) else text + "."
 
 
 def json_text(record: Any) -> str:

@@ -43,14 +43,4 @@ CONTROLS = {
     "dflash-replay-page": "The trace as one HTML file that needs no server, no model and no network.",
 }
 
-WATCH_NOTE = (
-    "Every round of the last answer can be stepped through, replayed in the Replay tab and handed on as a file."
-)
-RACE_NOTE = (
-    "The same prompt, settings and seed, decoded plainly and with DFlash: one after the other, replayed together."
-)
-LOOK_NOTE = (
-    "Where the drafter looks, and what it is worth without the target's hidden states. Looks into the last answer."
-)
-REPLAY_NOTE = "A saved trace shows everything the Watch tab shows, without any model."
 NO_BACKEND = "No backend is installed, so nothing can be generated here: {install}. The Replay tab works without one."

@@ -45,6 +45,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.html and not args.trace:
         raise UsageError("--html writes a saved trace as a page; name it with --trace")
+    if args.port is not None and not 0 < args.port < 65536:
+        raise UsageError(f"--port is {args.port}; it must be between 1 and 65535")
     auth = _auth(args.auth)
     trace = Trace.load(args.trace) if args.trace else None
     if args.html and trace:
@@ -122,5 +124,10 @@ def _serve(studio: Studio, trace: Trace | None, args: argparse.Namespace, auth: 
             inbrowser=args.open,
             **launch_options(),
         )
-    except OSError as error:  # the port is taken, or the address is not this machine's
-        raise UsageError(f"the page cannot be served at {args.host}: {error}") from None
+    except KeyboardInterrupt:  # Ctrl-C before Gradio waits for it
+        return
+    except OSError:  # Gradio's own sentence is for programmers
+        port = args.port or "7860 or one of those behind it"
+        raise UsageError(
+            f"the page cannot be served at {args.host}, port {port}: it is taken, or the address is not this machine's"
+        ) from None

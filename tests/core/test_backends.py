@@ -12,7 +12,14 @@ from typing import Any
 import pytest
 
 from dflash import backends
-from dflash.backends import announced_backends, find_backend, install_command, mlx_part, preferred_backend
+from dflash.backends import (
+    announced_backends,
+    find_backend,
+    install_command,
+    installed_backends,
+    mlx_part,
+    preferred_backend,
+)
 from dflash.errors import BackendError
 
 APPLE, INTEL_MAC = ("Darwin", "arm64"), ("Darwin", "x86_64")
@@ -109,6 +116,35 @@ def test_without_any_backend_the_one_for_the_platform_is_named(
     assert sentence() == f"no backend is installed; pip install 'dflash-lab[{name}]'"
     machine(platform)
     assert sentence() == f"no backend is installed; pip install 'dflash-lab[{name}]'"
+
+
+@pytest.mark.parametrize(
+    ("platform", "libraries", "names"),
+    [
+        (APPLE, ("torch", "mlx"), ["mlx", "torch"]),
+        (LINUX, ("torch", "mlx"), ["torch", "mlx"]),
+        (LINUX, ("mlx",), ["mlx"]),
+        (APPLE, ("torch",), ["torch"]),
+        (WINDOWS, ("torch", "mlx"), ["torch"]),  # MLX may lie there, and is not meant to run
+        (INTEL_MAC, ("mlx",), []),
+        (LINUX, (), []),
+    ],
+)
+def test_installed_backends_are_listed_the_preferred_one_first_and_none_is_imported(
+    platform: tuple[str, str],
+    libraries: tuple[str, ...],
+    names: list[str],
+    machine: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machine(platform, torch=AssertionError("imported"), mlx=AssertionError("imported"))
+    monkeypatch.setattr(backends, "find_spec", lambda name: object() if name in libraries else None)
+    assert installed_backends() == names
+
+
+def test_a_backend_of_another_project_counts_as_installed(machine: Callable[..., None]) -> None:
+    machine(LINUX, other=AssertionError("imported"))
+    assert installed_backends() == ["other"]
 
 
 def test_an_unknown_name_is_told_the_known_ones(machine: Callable[..., None]) -> None:

@@ -194,3 +194,11 @@ def test_spelling_reads_the_single_bytes_of_sentencepiece() -> None:
     spell = Tokenizer(Pieces()).spell
     assert (spell(1), spell(2), spell(9)) == ("‹F0›", None, None)
     assert spell(3) == "‹3C 30 78 47 30 3E›"
+
+
+def test_the_prompt_is_kept_as_a_whole_text_with_its_control_tokens() -> None:
+    texts = TokenTexts(Bytes())  # type: ignore[arg-type]
+    texts.read_prompt([300, *"é?".encode()])
+    assert texts.prompt == "<|300|>é?" and texts.of(300) == "<|300|>"
+    assert TokenTexts.from_dict(texts.to_dict()).prompt == texts.prompt
+    assert TokenTexts().prompt is None

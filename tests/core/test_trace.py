@@ -252,3 +252,9 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StorageError) as raised:
         Trace.load(file)
     assert name in str(raised.value) and len(str(raised.value).splitlines()) == 1
+
+
+def test_a_model_that_is_a_folder_is_named_by_its_last_part_alone(tiny: TinyPair, tmp_path: Path) -> None:
+    engine = tiny.engine(facts={"target": str(tmp_path), "draft": "owner/draft"})
+    trace = Trace.of_request(engine, {"max_new_tokens": 2}, engine.generate([5, 6], max_new_tokens=2))
+    assert (trace.head["target"], trace.head["draft"]) == (tmp_path.name, "owner/draft")

@@ -31,6 +31,7 @@
   const ACTS = [["draft", "Draft"], ["verify", "Verify"], ["commit", "Commit"]];
   const CAPTIONS = {
     round: ["one pass of the small model fills every slot", "one pass of the target checks all of them", "what stood, and one token of the target's own"],
+    cut: ["one pass of the small model fills every slot", "one pass of the target checks all of them", "what stood, up to the end of the output"],
     prefill: ["not yet: nothing is written", "one pass of the target reads the prompt", "the first token, the target's own"],
     plain: ["none in this step", "one pass of the target, with nothing to check", "one token, the target's own"],
   };
@@ -107,13 +108,13 @@
       arrange();
     }
 
-    function times({ kind, draft, verify, overhead }) {
+    function times({ kind, next, draft, verify, overhead }) {
       const write = (name, text, tip) => {
         actOf.get(name).querySelector(".time").textContent = text;
         actOf.get(name).dataset.tip = tip;
       };
       const joined = kind === "round" && !draft && verify > 0;
-      ACTS.forEach(([name], k) => (actOf.get(name).querySelector(".caption").textContent = CAPTIONS[kind][k]));
+      ACTS.forEach(([name], k) => (actOf.get(name).querySelector(".caption").textContent = CAPTIONS[kind === "round" && !next ? "cut" : kind][k]));
       actOf.get("draft").classList.toggle("unused", kind !== "round");
       if (kind !== "round") write("draft", "", "No draft in this step: the target writes one token by itself.");
       else if (joined) write("draft", "", "The drafter writes every slot of the block in one pass. Its time is part of the time of “verify” here.");

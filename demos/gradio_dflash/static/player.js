@@ -104,7 +104,7 @@
       empty.hidden = Boolean(state.head || state.status || state.steps.length || over());
       all.hidden = !empty.hidden;
       const started = state.steps.length > 0;
-      written.hidden = !started && !state.head;
+      written.hidden = !started && (!state.head || Boolean(state.error));
       rounds.hidden = numbers.hidden = blocks.body.hidden = bar.element.hidden = !started;
       waiting.hidden = started;
       waiting.textContent = over() ? "There is no round to show." : "The target is reading the prompt. The first block appears as soon as it is drafted.";
@@ -186,11 +186,11 @@
       const name = DFlash.stepName(step), total = state.steps[last].index;
       bar.title.textContent = name[0].toUpperCase() + name.slice(1);
       bar.of.textContent = total ? `of ${total.toLocaleString("en")}${over() ? "" : " so far"}` : "";
+      const held = bar.element.contains(document.activeElement) && document.activeElement;
       bar.first.disabled = bar.back.disabled = place <= 0;
       bar.last.disabled = bar.next.disabled = place >= last;
-      // A button that is disabled in the hand that pressed it takes the arrow keys with it.
-      const held = document.activeElement;
-      if (held && held.disabled && bar.element.contains(held)) stage.focus({ preventScroll: true });
+      // A button that is disabled in the hand that pressed it would take the arrow keys with it.
+      if (held && (held.disabled || document.activeElement !== held)) stage.focus({ preventScroll: true });
       bar.play.setAttribute("aria-label", playing ? "pause" : "play");
       bar.play.classList.toggle("playing", playing);
       bar.scrub.max = String(last);
