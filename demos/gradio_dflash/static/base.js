@@ -25,6 +25,22 @@ window.DFlash = window.DFlash || {};
     return element;
   };
 
+  // The record that a panel is given as JSON: an empty one before there is any, and an error for what cannot be read.
+  DFlash.record = function (value, what) {
+    try {
+      return value ? JSON.parse(value) : { state: "empty" };
+    } catch {
+      return { state: "error", text: `The record of ${what} could not be read.` };
+    }
+  };
+
+  // Fills a panel with a few words: before, during and instead of what it shows.
+  DFlash.message = function (root, classes, title, lines, attributes) {
+    const box = DFlash.make("section", "panel message " + classes, null, attributes);
+    box.append(DFlash.make("h3", "", title), ...lines.map((line) => DFlash.make("p", "", line)));
+    root.replaceChildren(box);
+  };
+
   // A token on one line, nothing of it invisible.
   DFlash.visible = function (text) {
     return text

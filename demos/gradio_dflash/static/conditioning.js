@@ -324,14 +324,6 @@
     return panel;
   }
 
-  // ---- before, during and instead ----
-
-  function message(root, classes, title, lines, attributes) {
-    const box = make("section", "panel message " + classes, null, attributes);
-    box.append(make("h3", "", title), ...lines.map((line) => make("p", "", line)));
-    root.replaceChildren(box);
-  }
-
   DFlash.conditioning = function (root) {
     root.classList.add("dflash", "conditioning");
     DFlash.tips(root);
@@ -340,16 +332,11 @@
     function update(value) {
       if (value === before) return;
       before = value;
-      let data = null;
-      try {
-        data = value ? JSON.parse(value) : { state: "empty" };
-      } catch {
-        data = { state: "error", text: "The record of the round could not be read." };
-      }
-      if (data.state === "error") message(root, "is-error", "This could not be shown", [data.text], { role: "alert" });
-      else if (data.state === "running") message(root, "is-running", "Looking into the drafter", [data.text], { role: "status" });
+      const data = DFlash.record(value, "the round");
+      if (data.state === "error") DFlash.message(root, "is-error", "This could not be shown", [data.text], { role: "alert" });
+      else if (data.state === "running") DFlash.message(root, "is-running", "Looking into the drafter", [data.text], { role: "status" });
       else if (data.state !== "done") {
-        message(root, "", "What the drafter sees", [
+        DFlash.message(root, "", "What the drafter sees", [
           "A DFlash drafter guesses a whole block at once. It can do so because the target hands it features of the context: its conditioning.",
           "Here one round is drafted twice, with these features and with zeros in their place, to see how many guesses still stand; below, for every slot, how much of its attention goes to which context token and how much to the rest of the block.",
         ]);

@@ -329,19 +329,10 @@
   // ---- before, during and instead of a race ----
 
   function empty(root) {
-    const box = make("section", "panel message");
-    box.append(
-      make("h3", "", "A race, not yet run"),
-      make("p", "", "The race answers the same prompt twice, once by plain decoding, one token for each pass of the target, and once by DFlash, and replays both side by side at their true relative speed, to show how much time was won and whether the tokens are the same."),
-      make("p", "", "The two run one after the other and not at once, because on a shared machine they would slow each other and neither time would be true."),
-    );
-    root.replaceChildren(box);
-  }
-
-  function failed(root, text) {
-    const box = make("section", "panel message is-error", null, { role: "alert" });
-    box.append(make("h3", "", "The race did not finish"), make("p", "", text));
-    root.replaceChildren(box);
+    DFlash.message(root, "", "A race, not yet run", [
+      "The race answers the same prompt twice, once by plain decoding, one token for each pass of the target, and once by DFlash, and replays both side by side at their true relative speed, to show how much time was won and whether the tokens are the same.",
+      "The two run one after the other and not at once, because on a shared machine they would slow each other and neither time would be true.",
+    ]);
   }
 
   function running(root) {
@@ -373,18 +364,13 @@
     function update(value) {
       if (value === before) return;
       before = value;
-      let data = null;
-      try {
-        data = value ? JSON.parse(value) : { state: "empty" };
-      } catch {
-        data = { state: "error", text: "The record of the race could not be read." };
-      }
+      const data = DFlash.record(value, "the race");
       if (data.state === "running" && progress) return progress(data.arm, data.text);
       if (current) current.stop();
       current = progress = null;
       if (data.state === "running") (progress = running(root))(data.arm, data.text);
       else if (data.state === "done") current = replay(root, data);
-      else if (data.state === "error") failed(root, data.text);
+      else if (data.state === "error") DFlash.message(root, "is-error", "The race did not finish", [data.text], { role: "alert" });
       else empty(root);
     }
     update("");
