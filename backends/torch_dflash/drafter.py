@@ -17,7 +17,7 @@ from dflash.checkpoint import DraftConfig
 from dflash.errors import PairError
 from dflash.types import Proposal, SamplingParams
 from torch_dflash.modeling import DraftModel, residual_layer
-from torch_dflash.products import head_product
+from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
 
 FIRST_CAPACITY = 512
@@ -110,7 +110,7 @@ class TorchDrafter:
     def logits(self, anchor: int, count: int) -> Tensor:
         """Draft logits [count, V] of the slots after ``anchor``; slot 0 predicts nothing."""
         slots = self.model.norm(self.layer_states(anchor, count)[-1][1:])
-        return head_product(slots.to(self.head.dtype), self.head)
+        return product(slots.to(self.head.dtype), self.head)
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax

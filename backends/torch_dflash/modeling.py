@@ -14,6 +14,7 @@ from einops import rearrange
 from torch import Tensor, nn
 
 from dflash.checkpoint import DraftConfig
+from torch_dflash.products import Product, product
 from torch_dflash.rotary import rotate
 
 Tables = tuple[Tensor, Tensor]  # cos and sin
@@ -40,18 +41,18 @@ class Attention(nn.Module):
         super().__init__()
         hidden, bias = config.hidden_size, config.attention_bias
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(hidden, config.num_attention_heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(config.num_attention_heads * self.head_dim, hidden, bias=bias)
+        self.q_proj = Product(hidden, config.num_attention_heads * self.head_dim, bias=bias)
+        self.k_proj = Product(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.v_proj = Product(hidden, config.num_key_value_heads * self.head_dim, bias=bias)
+        self.o_proj = Product(config.num_attention_heads * self.head_dim, hidden, bias=bias)
         self.q_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, config.rms_norm_eps)
 
     def qkv(self, x: Tensor, tables: Tables) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [b, h, n, d], keys and values [b, g, n, d] of the block; queries and keys normed and rotated."""
         q, k, v = (
-            rearrange(product(x), "b n (h d) -> b h n d", d=self.head_dim)
-            for product in (self.q_proj, self.k_proj, self.v_proj)
+            rearrange(linear(x), "b n (h d) -> b h n d", d=self.head_dim)
+            for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         return rotate(self.q_norm(q), *tables), rotate(self.k_norm(k), *tables), v
 
@@ -64,9 +65,9 @@ class MLP(nn.Module):
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = Product(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = Product(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = Product(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -87,7 +88,7 @@ class DraftModel(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(config.feature_size, config.hidden_size, bias=False)
+        self.fc = Product(config.feature_size, config.hidden_size, bias=False)
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.layers: Any = nn.ModuleList(DraftLayer(config) for _ in range(config.num_hidden_layers))  # of DraftLayer
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -98,9 +99,9 @@ class DraftModel(nn.Module):
 
     def stacked_kv(self) -> tuple[Tensor, Tensor | None]:
         """W_k and W_v of all layers, one above the other [L*2*g*d, H], and their biases where there are any."""
-        products = [product for layer in self.layers for product in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
-        weight = torch.cat([product.weight for product in products])
-        bias = torch.cat([product.bias for product in products]) if self.config.attention_bias else None
+        linears = [linear for layer in self.layers for linear in (layer.self_attn.k_proj, layer.self_attn.v_proj)]
+        weight = torch.cat([linear.weight for linear in linears])
+        bias = torch.cat([linear.bias for linear in linears]) if self.config.attention_bias else None
         return weight, bias
 
     def context_kv(
@@ -110,7 +111,7 @@ class DraftModel(nn.Module):
         matrix product. ``stacked`` is ``stacked_kv()``, kept by callers whose weights do not change."""
         weight, bias = stacked or self.stacked_kv()
         both = rearrange(
-            F.linear(context, weight, bias), "b s (l two g d) -> l two b g s d", two=2, l=len(self.layers),
+            product(context, weight, bias), "b s (l two g d) -> l two b g s d", two=2, l=len(self.layers),
             d=self.config.head_dim,
         )  # fmt: skip
         return [

@@ -21,7 +21,7 @@ from dflash.errors import BackendError, ConfigError
 from dflash.rope import RopeConfig
 from dflash.targets import leading, refuse_tree
 from dflash.types import TargetOutput
-from torch_dflash.products import head_product
+from torch_dflash.products import product
 from torch_dflash.rotary import Rotary, rotate
 from torch_dflash.target import target_info
 
@@ -122,9 +122,7 @@ class NativeTarget:
             if self.tapping and index in self.layer_ids:
                 seen[index] = x
         last = self._rms(x[-1:] if last_only else x, self.norm)
-        logits = head_product(last, self.head)
-        if self.head_bias is not None:
-            logits = logits + self.head_bias
+        logits = product(last, self.head, self.head_bias)
         features = torch.cat([seen[index] for index in self.layer_ids], dim=-1) if self.tapping else None
         return TargetOutput(logits, features)
 
@@ -133,7 +131,7 @@ class NativeTarget:
     ) -> Tensor:
         rows, start, end = len(x), self.length, self.length + len(x)
         heads, groups, d = self.heads, self.groups, self.head_dim
-        mixed = F.linear(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, heads + 2 * groups, d)
+        mixed = product(self._rms(x, layer.input_norm), layer.qkv, layer.qkv_bias).view(rows, heads + 2 * groups, d)
         queries_keys, values = mixed[:, : heads + groups], mixed[:, heads + groups :]
         if layer.q_norm is not None and layer.k_norm is not None:
             q = self._rms(queries_keys[:, :heads], layer.q_norm)
@@ -144,9 +142,9 @@ class NativeTarget:
         q = turned[:heads].reshape(1, groups, heads // groups * rows, d)  # the heads of a group as rows of one product
         attended = F.scaled_dot_product_attention(q, cache[:1, :, :end], cache[1:, :, :end], attn_mask=mask)
         attended = attended.view(heads, rows, d).transpose(0, 1).reshape(rows, heads * d)
-        x = x + F.linear(attended, layer.output, layer.output_bias)
-        gate, up = F.linear(self._rms(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
-        return x + F.linear(F.silu(gate) * up, layer.down, layer.down_bias)
+        x = x + product(attended, layer.output, layer.output_bias)
+        gate, up = product(self._rms(x, layer.post_norm), layer.gate_up, layer.gate_up_bias).chunk(2, dim=-1)
+        return x + product(F.silu(gate) * up, layer.down, layer.down_bias)
 
     def _mask(self, rows: int, end: int) -> Tensor | None:
         """Causal mask of the new rows over the cache, bool [(h/g)*n, end]; one row sees everything."""
@@ -191,16 +189,16 @@ def _collect(layer: Any) -> _Layer:
     )
 
 
-def _fuse(*products: nn.Linear) -> tuple[Tensor, Tensor | None]:
-    """The products' weights, one above the other. Each module keeps a view, so nothing is in memory twice."""
-    weight = torch.cat([product.weight for product in products])
+def _fuse(*parts: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The parts' weights, one above the other. Each module keeps a view, so nothing is in memory twice."""
+    weight = torch.cat([part.weight for part in parts])
     start = 0
-    for product in products:
-        product.weight.data = weight[start : start + product.out_features]
-        start += product.out_features
-    if products[0].bias is None:
+    for part in parts:
+        part.weight.data = weight[start : start + part.out_features]
+        start += part.out_features
+    if parts[0].bias is None:
         return weight, None
-    return weight, torch.cat([product.bias for product in products])
+    return weight, torch.cat([part.bias for part in parts])
 
 
 def _rope(config: Any) -> RopeConfig:

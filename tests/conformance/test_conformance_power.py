@@ -208,7 +208,7 @@ def another_mask(drafter: Any) -> None:
 
 def anchor_slot_predicts(drafter: Any) -> None:
     states = drafter.layer_states
-    drafter.logits = lambda anchor, count: drafter_module.head_product(
+    drafter.logits = lambda anchor, count: drafter_module.product(
         drafter.model.norm(states(anchor, count)[-1][:-1]), drafter.head
     )
 

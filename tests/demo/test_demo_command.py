@@ -204,7 +204,9 @@ def test_a_trace_is_served_without_a_model_until_ctrl_c(trace: str) -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-    code = HIDING.format(hidden={"torch", "mlx", "mlx_lm", "transformers"})
+    # Where the tests run in the background, Ctrl-C is ignored, and so it would be by what they start.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    code += HIDING.format(hidden={"torch", "mlx", "mlx_lm", "transformers"})
     words = ["demo", "--trace", trace, "--port", str(port)]
     environment = os.environ | {"GRADIO_ANALYTICS_ENABLED": "False", "PYTHONUNBUFFERED": "1"}
     server = subprocess.Popen(

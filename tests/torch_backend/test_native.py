@@ -7,7 +7,7 @@ import torch
 from tiny_models import TinyPair, make_config, make_target
 from torch_dflash.backend import serve_target
 from torch_dflash.native import NativeTarget
-from torch_dflash.products import head_product
+from torch_dflash.products import Product, product
 from torch_dflash.target import TorchTarget
 from transformers import MistralConfig, MistralForCausalLM
 
@@ -118,10 +118,22 @@ def test_a_model_it_cannot_serve_is_named():
     assert isinstance(serve_target(stretched, (0,)), TorchTarget)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 16, 17])
-def test_head_product_equals_linear(rows):
-    generator = torch.Generator().manual_seed(rows)
-    x, weight = torch.randn(rows, 24, generator=generator), torch.randn(9001, 24, generator=generator)
-    result = head_product(x, weight)
-    assert result.shape == (rows, 9001)
-    assert torch.allclose(result, x @ weight.T, atol=1e-4)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lead", [(0,), (1,), (2,), (5,), (64,), (65,), (1, 3), (2, 0), (2, 1, 7)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_a_product_is_the_linear_one_for_any_number_of_rows(lead, biased, dtype):
+    generator = torch.Generator().manual_seed(len(lead))
+    x = torch.randn(*lead, 24, generator=generator).to(dtype)
+    weight = torch.randn(97, 24, generator=generator).to(dtype)
+    bias = torch.randn(97, generator=generator).to(dtype) if biased else None
+    with torch.inference_mode():
+        result = product(x, weight, bias)
+    assert result.shape == (*lead, 97) and result.is_contiguous()
+    torch.testing.assert_close(result, torch.nn.functional.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
+
+
+def test_a_product_that_learns_has_gradients_of_its_own():
+    layer = Product(24, 97)
+    layer(torch.randn(3, 24)).square().sum().backward()
+    assert layer.weight.grad is not None and layer.weight.grad.abs().sum() > 0
+    assert list(layer.state_dict()) == ["weight", "bias"]
