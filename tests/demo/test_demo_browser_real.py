@@ -62,7 +62,8 @@ def test_a_race_compares_and_replays(page: Any, shoot: Callable[..., None]) -> N
     part = [lanes.nth(at).locator(".token").count() for at in (0, 1)]
     assert all(0 < count < len(plain) for count in part), part
     share = [float(lanes.nth(at).locator(".progress").get_attribute("aria-valuenow")) for at in (0, 1)]
-    assert (share[1] > share[0]) == (seconds[1] < seconds[0]), "who is faster is ahead"
+    if max(seconds) > 1.5 * min(seconds):  # a third of the way nearly equal ones may still change places
+        assert (share[1] > share[0]) == (seconds[1] < seconds[0]), "who is faster is ahead"
     page.get_by_role("button", name="4× real time").click()
     page.get_by_role("button", name="restart from the beginning").click()
     expect(lanes.nth(0).locator(".state")).to_have_text(re.compile("writes|reads"))
