@@ -16,9 +16,10 @@ from transformers import Qwen3Config
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from dflash.errors import BackendError
-from torch_dflash.drafter import TorchDrafter, attention_masks, grouped_attention
+from torch_dflash.drafter import TorchDrafter, draft_sights
 from torch_dflash.modeling import DraftModel, residual_layer
 from torch_dflash.rotary import Rotary
+from torch_dflash.stack import attention
 
 MINIMUM = "5.15"
 
@@ -32,7 +33,7 @@ class Assistant(nn.Module):
         self.model = model
         config = model.config
         self.rotary = Rotary(config.rope, config.head_dim, model.fc.weight.device)
-        self._stacked = model.stacked_kv()
+        self._stacked, self._sights = model.stacked_kv(), draft_sights(config)
         self.config = Qwen3Config(
             hidden_size=config.hidden_size,
             intermediate_size=config.intermediate_size,
@@ -78,8 +79,8 @@ class Assistant(nn.Module):
             keys, values = cache.update(
                 torch.cat((context_keys, k), dim=2), torch.cat((context_values, v), dim=2), index
             )
-            mask = attention_masks(model.config, rows, keys.shape[2], keys.device)[index]
-            x = residual_layer(layer, x, grouped_attention(q, keys, values, mask))
+            mask = self._sights[index].mask(rows, keys.shape[2], keys.device)
+            x = residual_layer(layer, x, attention(q[0], keys[0], values[0], mask)[None])
         return BaseModelOutputWithPast(last_hidden_state=model.norm(x))
 
 

@@ -19,7 +19,7 @@ from dflash.checkpoint import DraftConfig, weight_files
 from dflash.errors import WeightsError
 from dflash.types import Proposal, SamplingParams
 from torch_dflash.drafter import TorchDrafter, check_fits
-from torch_dflash.memory import peak_memory, reset_peak_memory
+from torch_dflash.memory import align, peak_memory, reset_peak_memory
 from torch_dflash.modeling import DraftModel
 from torch_dflash.native import NativeTarget, reason_against
 from torch_dflash.target import TorchTarget, load_model
@@ -50,6 +50,7 @@ class TorchBackend:
         embedding = target.model.get_input_embeddings().weight.detach()
         head = target.model.get_output_embeddings().weight.detach()
         model = load_draft_model(folder, config).to(device=target.device, dtype=head.dtype)
+        align(model)
         check_fits(model, embedding, head)
         return TorchDrafter(model, embedding, head)
 

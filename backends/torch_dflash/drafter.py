@@ -1,28 +1,27 @@
 """The drafter at work: its context's keys and values cached, its proposals on the device.
 
-Shapes: n tokens, K taps, H hidden size, L draft layers, h heads, g key/value heads, d head size, ``count`` drafted
-tokens.
+Shapes: n tokens, K taps, H hidden size, L draft layers, h heads, g key/value heads, d head size, r rotated channels,
+``count`` drafted tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Collection
 
 import torch
 import torch.nn.functional as F
-from einops import rearrange
 from torch import Tensor
 
 from dflash.checkpoint import DraftConfig
 from dflash.errors import PairError
 from dflash.types import Proposal, SamplingParams
-from torch_dflash.modeling import DraftModel, residual_layer
+from torch_dflash.modeling import DraftModel
 from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
+from torch_dflash.stack import Attend, LayerWeights, Sight, StackSize, attention, attention_weights
+from torch_dflash.stacks import make_chooser, make_context_writer, make_stack
 
-FIRST_CAPACITY = 512
 HALF_LARGEST = 256  # of a feature that enters a float16 product
-Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]  # queries, keys, values and mask to what is attended
 
 
 class TorchDrafter:
@@ -33,116 +32,96 @@ class TorchDrafter:
         self.model, self.config = model.eval().requires_grad_(False), model.config
         self.embedding, self.head = embedding, head
         self.device, self.dtype = model.fc.weight.device, model.fc.weight.dtype
-        self.rotary = Rotary(self.config.rope, self.config.head_dim, self.device)
         self.projection = model.project
-        self._stacked = model.stacked_kv()
-        self._masks = torch.full((self.config.block_size,), self.config.mask_token_id, device=self.device)
-        self.length = 0
-        self._cache: Tensor
-        self._make_room(FIRST_CAPACITY)
-
-    def _make_room(self, capacity: int) -> None:
-        """Grow the cache [L, 2, g, capacity, d]; what is in it stays."""
         config = self.config
-        grown = torch.empty(
-            config.num_hidden_layers, 2, config.num_key_value_heads, capacity, config.head_dim,
-            device=self.device, dtype=self.dtype,
-        )  # fmt: skip
-        if self.length:
-            grown[..., : self.length, :] = self._cache[..., : self.length, :]
-        self._cache = grown
+        size = StackSize(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
+        layers = [LayerWeights.of(layer) for layer in model.layers]
+        self.stack = make_stack(
+            layers, size, draft_sights(config), Rotary(config.rope, config.head_dim, self.device), narrow=True
+        )
+        self._stacked = model.stacked_kv()
+        self._write = make_context_writer(model, self._stacked, size, self.stack.rotary)
+        self._choose = make_chooser(head, model.norm.weight, size.eps)
+        self._masks = torch.full((config.block_size,), config.mask_token_id, device=self.device)
+        self.length = 0
 
     @torch.inference_mode()
     def observe(self, features: Tensor, token_count: int) -> None:
         """Project the first ``token_count`` rows of ``features`` [n, K*H] and cache their keys and values."""
         end = self.length + token_count
-        if end > self._cache.shape[-2]:
-            self._make_room(2 * end)
+        self.stack.cache.room(end, self.length)
         rows = features[:token_count]
         if self.dtype == torch.float16:
             rows = scaled_for_half(rows)
-        context = self.projection(rows.to(self.dtype))
-        both = self.model.context_kv(context[None], self.rotary.range(self.length, end), self._stacked)
-        for cache, (keys, values) in zip(self._cache, both, strict=True):
-            cache[0, :, self.length : end], cache[1, :, self.length : end] = keys[0], values[0]
+        rows, tables, cache = rows.to(self.dtype), self.stack.rotary.range(self.length, end), self.stack.cache.tensor
+        if self._write is None or not self._write(rows, tables, cache, self.length):
+            both = self.model.context_kv(self.projection(rows)[None], tables, self._stacked)
+            for layer, (keys, values) in zip(cache, both, strict=True):
+                layer[0, :, self.length : end], layer[1, :, self.length : end] = keys[0], values[0]
         self.length = end
 
     def layer_states(self, anchor: int, count: int) -> list[Tensor]:
         """Hidden states [1 + count, H] of a block after ``anchor``, behind each draft layer."""
-        return self._pass(anchor, count, grouped_attention)
+        states = self._pass(anchor, count, range(self.config.num_hidden_layers))
+        return [states[index] for index in sorted(states)]
 
     def attention(self, anchor: int, count: int) -> list[Tensor]:
         """Attention weights [1 + count, length + 1 + count] of a block after ``anchor``, float32, of each draft layer:
         over the context and then the block itself, averaged over the heads."""
         seen: list[Tensor] = []
 
-        def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-            seen.append(attention_weights(q, k, mask))
-            return grouped_attention(q, k, v, mask)
+        def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+            seen.append(attention_weights(q, keys, mask))
+            return attention(q, keys, values, mask)
 
-        self._pass(anchor, count, attend)
+        self._pass(anchor, count, (), attend)
         return seen
 
     @torch.inference_mode()
-    def _pass(self, anchor: int, count: int, attend: Attend) -> list[Tensor]:
-        """A block after ``anchor`` through all layers: the hidden states [1 + count, H] behind each."""
-        rows, end = 1 + count, self.length + 1 + count
-        if end > self._cache.shape[-2]:
-            self._make_room(2 * end)
+    def _pass(
+        self, anchor: int, count: int, wanted: Collection[int], attend: Attend | None = None
+    ) -> dict[int, Tensor]:
+        """A block after ``anchor`` through all layers: the hidden states [1 + count, H] behind the ``wanted`` ones."""
+        rows = 1 + count
+        self.stack.cache.room(self.length + rows, self.length)
         if rows > len(self._masks):
             self._masks = self._masks[:1].expand(rows)
         ids = self._masks[:rows].clone()
         ids[0] = anchor
-        x = F.embedding(ids, self.embedding).to(self.dtype)[None]
-        tables = self.rotary.range(self.length, end)
-        masks = attention_masks(self.config, rows, end, self.device)
-        states = []
-        for index, layer in enumerate(self.model.layers):
-            q, k, v = layer.self_attn.qkv(layer.input_layernorm(x), tables)
-            cache = self._cache[index]
-            cache[0, :, self.length : end], cache[1, :, self.length : end] = k[0], v[0]
-            attended = attend(q, cache[:1, :, :end], cache[1:, :, :end], masks[index])
-            x = residual_layer(layer, x, attended)
-            states.append(x[0])
-        return states
+        return self.stack.run(F.embedding(ids, self.embedding).to(self.dtype), self.length, wanted, attend=attend)
+
+    @torch.inference_mode()
+    def _slots(self, anchor: int, count: int) -> Tensor:
+        """What the last layer leaves in the slots after ``anchor``, [count, H]; slot 0 predicts nothing."""
+        last = self.config.num_hidden_layers - 1
+        return self._pass(anchor, count, (last,))[last][1:]
 
     @torch.inference_mode()
     def logits(self, anchor: int, count: int) -> Tensor:
-        """Draft logits [count, V] of the slots after ``anchor``; slot 0 predicts nothing."""
-        slots = self.model.norm(self.layer_states(anchor, count)[-1][1:])
-        return product(slots.to(self.head.dtype), self.head)
+        """Draft logits [count, V] of the slots after ``anchor``."""
+        return product(self.model.norm(self._slots(anchor, count)).to(self.head.dtype), self.head)
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax
         is accepted most."""
         with torch.inference_mode():
-            logits = self.logits(anchor, count)
-            tokens = logits.argmax(-1)
+            probs = None
+            if detail or self._choose is None:
+                logits = self.logits(anchor, count)
+                tokens = logits.argmax(-1)
+                probs = logits.float().softmax(-1).gather(-1, tokens[:, None])[:, 0] if detail else None
+            else:
+                tokens = self._choose(self._slots(anchor, count))
             block = torch.cat((torch.full_like(tokens[:1], anchor), tokens))
-            probs = logits.float().softmax(-1).gather(-1, tokens[:, None])[:, 0] if detail else None
         return Proposal(tokens, block, count, probs)
 
     def reset(self) -> None:
         self.length = 0
 
 
-def attention_masks(config: DraftConfig, rows: int, end: int, device: torch.device) -> list[Tensor | None]:
-    """For each layer what the block, the last ``rows`` of ``end`` positions, may see: bool [rows, end], or None for
-    everything."""
-    made: dict[tuple[bool, int | None], Tensor | None] = {(False, None): None}
-    kinds = list(zip(config.causal, config.windows(), strict=True))
-    for causal, window in kinds:
-        if (causal, window) in made:
-            continue
-        queries = torch.arange(end - rows, end, device=device)[:, None]
-        keys = torch.arange(end, device=device)
-        sees = torch.ones(rows, end, dtype=torch.bool, device=device)
-        if causal:
-            sees &= keys <= queries
-        if window is not None:
-            sees &= (queries - keys).abs() < window
-        made[causal, window] = sees
-    return [made[kind] for kind in kinds]
+def draft_sights(config: DraftConfig) -> list[Sight]:
+    """What a block's rows see, for each draft layer."""
+    return [Sight(causal, window) for causal, window in zip(config.causal, config.windows(), strict=True)]
 
 
 def scaled_for_half(features: Tensor) -> Tensor:
@@ -150,28 +129,6 @@ def scaled_for_half(features: Tensor) -> Tensor:
     streams come near it. The projection's norm takes the scale out again."""
     wide = features.float()
     return wide / (wide.abs().amax(-1, keepdim=True) / HALF_LARGEST).clamp_(min=1)
-
-
-def grouped_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Attention of ``q`` [1, h, n, d] over ``k``, ``v`` [1, g, S, d] without copying keys for each query head:
-    the heads of a group become rows of one product."""
-    groups, rows = k.shape[1], q.shape[2]
-    if mask is not None:
-        mask = mask.repeat(q.shape[1] // groups, 1)
-    folded = rearrange(q, "b (g r) n d -> b g (r n) d", g=groups)
-    attended = F.scaled_dot_product_attention(folded, k, v, attn_mask=mask)
-    return rearrange(attended, "b g (r n) d -> b (g r) n d", n=rows)
-
-
-def attention_weights(q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-    """The weights [n, S] by which ``grouped_attention`` of the same arguments mixes values, averaged over the heads;
-    float32, also where products are in 16 bits."""
-    groups, rows = k.shape[1], q.shape[2]
-    folded = rearrange(q.float(), "b (g r) n d -> b g (r n) d", g=groups)
-    scores = rearrange(folded @ k.float().mT, "1 g (r n) s -> (g r) n s", n=rows) * q.shape[-1] ** -0.5
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf)
-    return scores.softmax(-1).mean(0)
 
 
 def check_fits(model: DraftModel, embedding: Tensor, head: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Peak memory: of the CUDA allocator on a GPU, of the process on a CPU."""
+"""Memory: where weights lie, and the peak of what is used: of the CUDA allocator on a GPU, of the process on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,17 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import nn
+
+ALIGNMENT = 64  # bytes: a cache line, and the widest vector
+
+
+def align(model: nn.Module) -> None:
+    """Move a CPU's weights to where vectors do not straddle cache lines: those mapped from a file lie as the file has
+    them, and a product of 8 rows with such a head took 3.9 ms instead of 2.4."""
+    for weight in model.parameters():
+        if weight.device.type == "cpu" and weight.data_ptr() % ALIGNMENT:
+            weight.data = weight.data.clone()
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -15,8 +15,10 @@ Weights laid out anew by oneDNN gave about the same and take their memory twice 
 
 from __future__ import annotations
 
+import cpu_dflash
 import torch
 import torch.nn.functional as F
+from cpu_dflash import use_compiled
 from torch import Tensor, nn
 
 FEW_ROWS = 64
@@ -25,9 +27,11 @@ FEW_ROWS = 64
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., in] times ``weight`` [out, in] transposed, plus ``bias``: [..., out]."""
     rows, plain = x.numel() // x.shape[-1], weight.device.type != "cpu" or weight.dtype != torch.float32
-    if plain or not 0 < rows <= FEW_ROWS or torch.is_grad_enabled():
+    if plain or not 0 < rows <= FEW_ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
+    if use_compiled(weight.device, weight.dtype) and weight.is_contiguous():
+        return cpu_dflash.product(flat, weight, bias).view(*x.shape[:-1], len(weight))
     columns = (flat if rows > 1 else torch.cat((flat, flat))).T  # expanded, it would be laid out the slow way first
     turned = weight @ columns if bias is None else torch.addmm(bias[:, None], weight, columns)
     return turned.T[:rows].contiguous().view(*x.shape[:-1], len(weight))

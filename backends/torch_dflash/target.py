@@ -16,6 +16,7 @@ from dflash.errors import BackendError, CheckpointError
 from dflash.targets import check_dtype, check_layer_ids, leading, refuse_tree
 from dflash.types import TargetInfo, TargetOutput
 from torch_dflash.cache import RewindableCache, cache_argument
+from torch_dflash.memory import align
 from torch_dflash.taps import Taps, decoder_layers
 
 
@@ -113,6 +114,7 @@ def load_model(folder: Path, *, device: str, dtype: str) -> nn.Module:
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise CheckpointError(f"the target in {folder} cannot be loaded: {reason[0]}") from error
     moved: nn.Module = model.to(where)
+    align(moved)
     return moved
 
 

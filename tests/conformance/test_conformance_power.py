@@ -14,6 +14,8 @@ import torch
 from torch_dflash import drafter as drafter_module
 from torch_dflash.backend import TorchBackend
 from torch_dflash.rotary import Rotary
+from torch_dflash.stack import rms_norm
+from torch_dflash.stacks import make_stack
 from torch_dflash.verify import MatchVerifier
 
 from dflash.conformance.cases import CASES, TARGET_EPS, Case
@@ -54,30 +56,40 @@ class BrokenBackend(TorchBackend):
 # Faults of a target ------------------------------------------------------------------------------------------------
 
 
+def restack(target: Any, **changes: Any) -> None:
+    """The target's layers anew, with these ``changes`` to what they are made of."""
+    old = target.stack
+    parts = {"layers": old.layers, "size": old.size, "sights": old.sights, "rotary": old.rotary} | changes
+    target.stack = make_stack(**parts)
+
+
 def layer_without(index: int, name: str) -> Break:
     """Leave a norm or a bias of one layer out."""
 
     def break_it(target: Any) -> None:
-        weight = getattr(target.layers[index], name)
+        layers = list(target.stack.layers)
+        weight = getattr(layers[index], name)
         neutral = torch.ones_like(weight) if name.endswith("norm") else torch.zeros_like(weight)
-        target.layers[index] = dataclasses.replace(target.layers[index], **{name: neutral})
+        layers[index] = dataclasses.replace(layers[index], **{name: neutral})
+        restack(target, layers=layers)
 
     return break_it
 
 
 def rope_of(config: RopeConfig, factor: float | None = None) -> Break:
     def break_it(target: Any) -> None:
-        target.rotary = Rotary(config, target.head_dim)
+        rotary = Rotary(config, target.stack.size.head_dim)
         if factor is not None:
-            target.rotary.factor = factor
-            target.rotary._grow(1024)
+            rotary.factor = factor
+            rotary._grow(1024)
+        restack(target, rotary=rotary)
 
     return break_it
 
 
 def eps_of(eps: float) -> Break:
     def break_it(target: Any) -> None:
-        target.eps = eps
+        restack(target, size=dataclasses.replace(target.stack.size, eps=eps))
 
     return break_it
 
@@ -92,7 +104,7 @@ def last_tap_after_the_norm(target: Any) -> None:
             return output
         parts = list(output.features.chunk(len(target.layer_ids), dim=-1))
         place = target.layer_ids.index(last)
-        parts[place] = target._rms(parts[place], target.norm)
+        parts[place] = rms_norm(parts[place], target.norm, target.stack.size.eps)
         return TargetOutput(output.logits, torch.cat(parts, dim=-1))
 
     target.forward = broken
@@ -104,8 +116,8 @@ def keeps_the_newest(target: Any) -> None:
 
     def broken(path: Any) -> None:
         start, end = target.length, target.length + target._last
-        rows = target._cache[..., end - len(path) : end, :].clone()
-        target._cache[..., start : start + len(path), :] = rows
+        cache = target.stack.cache.tensor
+        cache[..., start : start + len(path), :] = cache[..., end - len(path) : end, :].clone()
         keep(path)
 
     target.keep = broken
@@ -169,6 +181,11 @@ TARGET_FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
 # Faults of a drafter ------------------------------------------------------------------------------------------------
 
 
+def remake(drafter: Any) -> None:
+    """The drafter anew from its model, which is not what it was."""
+    type(drafter).__init__(drafter, drafter.model, drafter.embedding, drafter.head)
+
+
 def norm_without(*path: str | int) -> Break:
     """Leave out a norm of the drafter's model."""
 
@@ -177,20 +194,23 @@ def norm_without(*path: str | int) -> Break:
         for name in path:
             module = module[name] if isinstance(name, int) else getattr(module, name)
         module.weight.data = torch.ones_like(module.weight)
+        remake(drafter)
 
     return break_it
 
 
 def draft_rope_of(config: RopeConfig) -> Break:
     def break_it(drafter: Any) -> None:
-        drafter.rotary = Rotary(config, drafter.config.head_dim)
+        drafter.model.config = dataclasses.replace(drafter.config, rope=config)
+        remake(drafter)
 
     return break_it
 
 
 def sees(**changes: Any) -> Break:
     def break_it(drafter: Any) -> None:
-        drafter.config = dataclasses.replace(drafter.config, **changes)
+        drafter.model.config = dataclasses.replace(drafter.config, **changes)
+        remake(drafter)
 
     return break_it
 
@@ -198,6 +218,7 @@ def sees(**changes: Any) -> Break:
 def draft_eps_of(eps: float) -> Break:
     def break_it(drafter: Any) -> None:
         drafter.model.hidden_norm.eps = eps
+        remake(drafter)
 
     return break_it
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch_dflash.drafter as drafter_module
+import torch_dflash.stack as stack_module
 from tiny_models import HIDDEN, MASK, VOCAB, TinyPair, make_config, make_drafter, make_target, save_pair
 from torch_dflash.backend import TorchBackend
 from torch_dflash.drafter import TorchDrafter
@@ -214,14 +214,14 @@ def test_the_cache_grows_under_the_context_or_the_block_without_losing_either(
     config = make_config()
     features = features_of(length, config)
     roomy = made(config)
-    monkeypatch.setattr(drafter_module, "FIRST_CAPACITY", 8)
+    monkeypatch.setattr(stack_module, "FIRST_CAPACITY", 8)
     tight = made(config)
-    assert tight._cache.shape[-2] == 8
+    assert tight.stack.cache.capacity == 8
     for row in range(length):
         tight.observe(features[row : row + 1], 1)
     roomy.observe(features, length)
     torch.testing.assert_close(tight.logits(5, 4), roomy.logits(5, 4))
-    assert tight._cache.shape[-2] >= length + 5
+    assert tight.stack.cache.capacity >= length + 5
 
 
 def test_contexts_far_beyond_the_first_tables_and_capacity_are_served() -> None:
