@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import cpu_dflash
 import numpy as np
 import torch
 import transformers
@@ -81,7 +82,8 @@ class TorchBackend:
         reset_peak_memory(target.device)
 
     def versions(self) -> dict[str, str]:
-        return {"torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        return versions | {"cpu_passes": cpu_dflash.description()}
 
 
 def serve_target(model: nn.Module, layer_ids: Sequence[int], *, native: bool = True) -> ServedTarget:

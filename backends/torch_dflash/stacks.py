@@ -20,22 +20,27 @@ def make_stack(
     such copies."""
     weight = layers[0].qkv
     if use_compiled(weight.device, weight.dtype):
-        return CpuStack(layers, size, sights, rotary, narrow=narrow and all(_is_narrow(layer) for layer in layers))
+        narrow = narrow and all(is_narrow(part.qkv, part.output, part.gate_up, part.down) for part in layers)
+        return CpuStack(layers, size, sights, rotary, narrow=narrow)
     return PlainStack(layers, size, sights, rotary)
 
 
-def _is_narrow(layer: LayerWeights) -> bool:
-    return all((weight == weight.bfloat16()).all() for weight in (layer.qkv, layer.output, layer.gate_up, layer.down))
+def is_narrow(*weights: Tensor) -> bool:
+    """Whether bfloat16 holds all of these exactly, as it does those of checkpoints stored in it."""
+    return all(bool((weight == weight.bfloat16()).all()) for weight in weights)
 
 
 def make_context_writer(
     model: DraftModel, stacked: tuple[Tensor, Tensor | None], size: StackSize, rotary: Rotary
 ) -> Callable[[Tensor, tuple[Tensor, Tensor], Tensor, int], bool] | None:
     """What writes features into the drafter's cache, and says whether it did; None where the model's own modules do."""
-    if not use_compiled(model.fc.weight.device, model.fc.weight.dtype):
+    fc, (kv, kv_bias) = model.fc.weight, stacked
+    if not use_compiled(fc.device, fc.dtype):
         return None
+    if is_narrow(fc, kv):
+        fc, kv = fc.bfloat16(), kv.bfloat16()
     writer = ContextWriter(
-        model.fc.weight, model.hidden_norm.weight, *stacked, [layer.self_attn.k_norm.weight for layer in model.layers],
+        fc, model.hidden_norm.weight, kv, kv_bias, [layer.self_attn.k_norm.weight for layer in model.layers],
         size, 2 * len(rotary.frequencies),
     )  # fmt: skip
 

@@ -33,7 +33,7 @@ def library() -> ctypes.CDLL:
     """The compiled passes, from the cache where an earlier process has left them. Raises ``Unavailable``."""
     import torch  # noqa: F401 (brings the OpenMP runtime)
 
-    flags = _processor_flags()
+    flags = processor_flags()
     if platform.system() != "Linux" or platform.machine() != "x86_64" or not flags >= NEEDED:
         raise Unavailable("they are written for Linux on x86-64 with AVX2")
     compiler = _compiler()
@@ -49,7 +49,8 @@ def library() -> ctypes.CDLL:
         raise Unavailable(f"{path} cannot be loaded: {error}") from None
 
 
-def _processor_flags() -> set[str]:
+def processor_flags() -> set[str]:
+    """What this processor can do, in Linux' words; empty elsewhere."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

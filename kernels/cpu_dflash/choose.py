@@ -15,7 +15,7 @@ from contextvars import ContextVar
 
 import torch
 
-from cpu_dflash.build import Unavailable, library
+from cpu_dflash.build import Unavailable, library, processor_flags
 
 SWITCH = "DFLASH_CPU_KERNELS"
 MOST_ROWS = 64
@@ -61,3 +61,13 @@ def reason_against(switch: str = "1") -> str | None:
     if reason is not None:
         log.info("plain PyTorch instead of compiled passes: %s", reason)
     return reason
+
+
+def description() -> str:
+    """For a record: what computes passes of few rows in this process. Nothing is compiled for it."""
+    switch = os.environ.get(SWITCH, "1")
+    if reason_against.cache_info().currsize == 0:
+        return "not asked for"
+    if reason := reason_against(switch):
+        return f"plain: {reason}"
+    return f"compiled, {'AVX-512' if 'avx512f' in processor_flags() else 'AVX2'}"

@@ -341,15 +341,16 @@ inline void turn_square(Lanes* v) {
     if constexpr (HALF > 1) turn_square<HALF / 2>(v);
 }
 
-// turned[c][j] = keys[j][c] for KEYS keys, those beyond `count` as 0.
-inline void turn(const float* keys, int64_t count, int64_t d, float* turned) {
+// turned[c][j] = keys[j][c] for KEYS keys, those beyond `count` as 0. What lies at `soon` is fetched meanwhile: memory
+// and arithmetic take turns otherwise.
+inline void turn(const float* keys, int64_t count, int64_t d, const float* soon, float* turned) {
     for (int64_t side = 0; side < KEYS; side += LANES) {
         int64_t c = 0;
         for (; c + LANES <= d; c += LANES) {
             Lanes square[LANES];
             for (int j = 0; j < LANES; ++j) {
                 square[j] = side + j < count ? load(keys + (side + j) * d + c) : Lanes{};
-                __builtin_prefetch(keys + (KEYS + side + j) * d + c);
+                __builtin_prefetch(soon + (side + j) * d + c);
             }
             turn_square<LANES / 2>(square);
             for (int j = 0; j < LANES; ++j) store(turned + (c + j) * KEYS + side, square[j]);
@@ -384,13 +385,13 @@ inline void score_tiles(const Query& query, int64_t from, int64_t to, const floa
 }
 
 template <int Q, int D>
-inline void mix_tile(const float* shares, const float* values, int64_t count, int64_t d, float* out) {
+inline void mix_tile(const float* shares, const float* values, int64_t count, int64_t d, const float* soon, float* out) {
     Lanes sums[Q][D] = {};
     for (int64_t j = 0; j < count; ++j) {
         Lanes value[D];
         for (int c = 0; c < D; ++c) {
             value[c] = load(values + j * d + c * LANES);
-            __builtin_prefetch(values + (j + 16) * d + c * LANES);
+            __builtin_prefetch(soon + j * d + c * LANES);
         }
         for (int q = 0; q < Q; ++q) {
             const Lanes share = Lanes{} + shares[q * STRETCH + j];
@@ -401,15 +402,16 @@ inline void mix_tile(const float* shares, const float* values, int64_t count, in
         for (int c = 0; c < D; ++c) store(out + q * d + c * LANES, sums[q][c]);
 }
 
-// out[q] = shares[q] . values over `count` keys for queries [from, to): Q at a time, the rest by fewer.
+// out[q] = shares[q] . values over `count` keys for queries [from, to): Q at a time, the rest by fewer; `soon` as above.
 template <int Q>
-inline void mix(int64_t from, int64_t to, const float* scores, const float* values, int64_t count, int64_t d, float* outs) {
+inline void mix(int64_t from, int64_t to, const float* scores, const float* values, int64_t count, int64_t d, const float* soon,
+                float* outs) {
     for (; from + Q <= to; from += Q) {
         const float* shares = scores + from * STRETCH;
         float* out = outs + from * d;
         int64_t c = 0;
-        for (; c + MIXED * LANES <= d; c += MIXED * LANES) mix_tile<Q, MIXED>(shares, values + c, count, d, out + c);
-        for (; c + LANES <= d; c += LANES) mix_tile<Q, 1>(shares, values + c, count, d, out + c);
+        for (; c + MIXED * LANES <= d; c += MIXED * LANES) mix_tile<Q, MIXED>(shares, values + c, count, d, soon + c, out + c);
+        for (; c + LANES <= d; c += LANES) mix_tile<Q, 1>(shares, values + c, count, d, soon + c, out + c);
         for (; c < d; ++c) {
             for (int q = 0; q < Q; ++q) {
                 float total = 0.0f;
@@ -418,7 +420,7 @@ inline void mix(int64_t from, int64_t to, const float* scores, const float* valu
             }
         }
     }
-    if constexpr (Q > 1) mix<Q == 3 ? 1 : Q / 2>(from, to, scores, values, count, d, outs);
+    if constexpr (Q > 1) mix<Q == 3 ? 1 : Q / 2>(from, to, scores, values, count, d, soon, outs);
 }
 
 // What all queries of key/value head `group` make of keys [first, last): unnormalised sums of values, the highest score
@@ -435,7 +437,7 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
         return b.mixed + q / ratio * row_step + (group * ratio + q % ratio) * d;
     };
     for (int64_t tile = 0; tile < count; tile += KEYS) {
-        turn(keys + (first + tile) * d, count - tile, d, b.turned);
+        turn(keys + (first + tile) * d, count - tile, d, values + (first + tile) * d, b.turned);
         score_tiles<QUERIES>(query, 0, queries, b.turned, d, scale, b.scores + tile);
     }
     const int64_t slot = (stretch * s.groups + group) * queries;
@@ -467,7 +469,7 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
         b.tops[slot + q] = highest;
         b.totals[slot + q] = sum(total);
     }
-    mix<6>(0, queries, b.scores, values + first * d, count, d, b.parts + slot * d);
+    mix<6>(0, queries, b.scores, values + first * d, count, d, keys + (first + STRETCH) * d, b.parts + slot * d);
 }
 
 // attended[row, head] = the stretches' sums, weighted by how high their scores are.
@@ -517,10 +519,10 @@ void run_layers(const Stack& s, const Pass& p, int64_t thread, Team& team) {
             memcpy(to, channels, d * sizeof(float));
         }
         team.wait();
-        for (int64_t unit = thread; unit < s.groups * stretches; unit += threads) {
-            const int64_t group = unit % s.groups;
-            attend_stretch(s, layer, p, b, keys + group * p.capacity * d, values + group * p.capacity * d, group,
-                           unit / s.groups);
+        for (int64_t unit = 0; unit < s.groups * stretches; ++unit) {
+            const int64_t group = unit / stretches, stretch = unit % stretches;
+            if ((group * end + stretch * STRETCH) * threads / (s.groups * end) != thread) continue;  // as many keys each
+            attend_stretch(s, layer, p, b, keys + group * p.capacity * d, values + group * p.capacity * d, group, stretch);
         }
         team.wait();
         const Part merged = part_of(p.n * s.heads, 1, thread, threads);
