@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from weakref import WeakValueDictionary
 
 import torch
 from cpu_dflash import MOST_ROWS
@@ -103,6 +104,19 @@ class CpuStack(PlainStack):
         return torch.stack([_packed(tree.mask(sight.window, 0)) for sight in self._kinds])
 
 
+_narrow_copies: WeakValueDictionary[tuple[int, torch.Size], Tensor] = WeakValueDictionary()
+
+
+def narrow_copy(weight: Tensor) -> Tensor:
+    """``weight`` in bfloat16: one copy for all who keep it beside the weight itself, as a pair does its head."""
+    key = (weight.data_ptr(), weight.shape)
+    copy = _narrow_copies.get(key)
+    if copy is None:
+        copy = weight.bfloat16()
+        _narrow_copies[key] = copy
+    return copy
+
+
 class ContextWriter:
     """The drafter's context, few rows at a time: features to keys and values of every draft layer in one call.
 
@@ -144,7 +158,7 @@ class Chooser:
 
     def __init__(self, head: Tensor, norm: Tensor, eps: float) -> None:
         self._library = sized(library())
-        narrow = head.bfloat16()
+        narrow = narrow_copy(head)
         error = max(float((part - part.bfloat16()).norm(dim=1).max()) for part in head.split(AT_ONCE))
         self._kept, self._hidden = (head, narrow, norm), head.shape[1]
         self._head = Head(linear(narrow, None), linear(head, None), address(norm), eps, (1 + SLACK) * error + SLACK)

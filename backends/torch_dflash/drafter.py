@@ -36,9 +36,7 @@ class TorchDrafter:
         config = self.config
         size = StackSize(config.num_attention_heads, config.num_key_value_heads, config.head_dim, config.rms_norm_eps)
         layers = [LayerWeights.of(layer) for layer in model.layers]
-        self.stack = make_stack(
-            layers, size, draft_sights(config), Rotary(config.rope, config.head_dim, self.device), narrow=True
-        )
+        self.stack = make_stack(layers, size, draft_sights(config), Rotary(config.rope, config.head_dim, self.device))
         self._stacked = model.stacked_kv()
         self._write = make_context_writer(model, self._stacked, size, self.stack.rotary)
         self._choose = make_chooser(head, model.norm.weight, size.eps)

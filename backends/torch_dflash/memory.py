@@ -41,3 +41,11 @@ def peak_memory(device: torch.device) -> int:
     except ImportError:  # Windows
         return 0
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def available_memory() -> int | None:
+    """Bytes that a CPU's processes can still take without swapping; None where the system does not tell."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
+    return None

@@ -19,10 +19,9 @@ from dflash.errors import BackendError, ConfigError
 from dflash.rope import RopeConfig
 from dflash.targets import leading
 from dflash.types import TargetOutput
-from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
 from torch_dflash.stack import LayerWeights, Sight, StackSize, Tree, rms_norm
-from torch_dflash.stacks import make_stack
+from torch_dflash.stacks import make_head, make_stack
 from torch_dflash.target import target_info
 
 FAMILIES = ("llama", "qwen2", "qwen3")
@@ -68,7 +67,7 @@ class NativeTarget:
         decoder = self.model.get_decoder()
         self.embedding: Tensor = self.model.get_input_embeddings().weight
         self.head: Tensor = self.model.get_output_embeddings().weight
-        self.head_bias: Tensor | None = self.model.get_output_embeddings().bias
+        self._to_logits = make_head(self.head, self.model.get_output_embeddings().bias)
         self.norm: Tensor = decoder.norm.weight
         self.device, self.dtype = self.embedding.device, self.embedding.dtype
         layers = [LayerWeights.of(layer) for layer in decoder.layers]
@@ -93,7 +92,7 @@ class NativeTarget:
         states = self.stack.run(F.embedding(ids, self.embedding), self.length, wanted, self._tree)
         self._last = len(ids)
         last = states[layers - 1][-1:] if last_only else states[layers - 1]
-        logits = product(rms_norm(last, self.norm, self.stack.size.eps), self.head, self.head_bias)
+        logits = self._to_logits(rms_norm(last, self.norm, self.stack.size.eps))
         features = torch.cat([states[index] for index in self.layer_ids], dim=-1) if self.tapping else None
         return TargetOutput(logits, features)
 

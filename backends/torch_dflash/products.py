@@ -2,7 +2,7 @@
 
 Compiled code reads the weights once at the memory's speed (``cpu_dflash``). Where there is none, ``W @ x.T`` takes the
 place of ``x @ W.T``, for which MKL uses a fraction of the memory's bandwidth, and a single row is computed as two.
-Measured on two cores with AVX-512, float32, all products of SmolLM2-135M (30 layers and the head) in turn, milliseconds:
+Measured on two cores with AVX-512, float32, all products of SmolLM2-135M (30 layers and the head), milliseconds:
 
 | | 1 row | 2 | 4 | 8 | 16 |
 | --- | --- | --- | --- | --- | --- |

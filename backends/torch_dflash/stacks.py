@@ -4,30 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import cpu_dflash
 from cpu_dflash import MOST_ROWS, use_compiled
 from torch import Tensor
 
-from torch_dflash.cpu_stack import Chooser, ContextWriter, CpuStack
+from torch_dflash.cpu_stack import Chooser, ContextWriter, CpuStack, narrow_copy
+from torch_dflash.memory import available_memory
 from torch_dflash.modeling import DraftModel
+from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
 from torch_dflash.stack import LayerWeights, PlainStack, Sight, StackSize
 
 
-def make_stack(
-    layers: Sequence[LayerWeights], size: StackSize, sights: Sequence[Sight], rotary: Rotary, *, narrow: bool = False
-) -> PlainStack:
-    """The fastest stack for these weights. ``narrow``: where it pays, weights that bfloat16 holds exactly are read from
-    such copies."""
+def make_stack(layers: Sequence[LayerWeights], size: StackSize, sights: Sequence[Sight], rotary: Rotary) -> PlainStack:
+    """The fastest stack for these weights."""
     weight = layers[0].qkv
     if use_compiled(weight.device, weight.dtype):
-        narrow = narrow and all(is_narrow(part.qkv, part.output, part.gate_up, part.down) for part in layers)
-        return CpuStack(layers, size, sights, rotary, narrow=narrow)
+        weights = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
+        return CpuStack(layers, size, sights, rotary, narrow=reads_narrow(*weights))
     return PlainStack(layers, size, sights, rotary)
 
 
-def is_narrow(*weights: Tensor) -> bool:
-    """Whether bfloat16 holds all of these exactly, as it does those of checkpoints stored in it."""
+def reads_narrow(*weights: Tensor) -> bool:
+    """Whether passes of few rows read copies in bfloat16, half the bytes: where those lose nothing, as in checkpoints
+    stored so, and take no more than half of the memory that is left."""
+    left = available_memory()
+    if left is not None and 2 * sum(weight.numel() * 2 for weight in weights) > left:
+        return False
     return all(bool((weight == weight.bfloat16()).all()) for weight in weights)
+
+
+def make_head(head: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """Normed states [n, H] to logits [n, V]."""
+    if not use_compiled(head.device, head.dtype) or not reads_narrow(head):
+        return lambda x: product(x, head, bias)
+    narrow = narrow_copy(head)
+    return lambda x: cpu_dflash.product(x, narrow, bias) if len(x) <= MOST_ROWS else product(x, head, bias)
 
 
 def make_context_writer(
@@ -37,7 +49,7 @@ def make_context_writer(
     fc, (kv, kv_bias) = model.fc.weight, stacked
     if not use_compiled(fc.device, fc.dtype):
         return None
-    if is_narrow(fc, kv):
+    if reads_narrow(fc, kv):
         fc, kv = fc.bfloat16(), kv.bfloat16()
     writer = ContextWriter(
         fc, model.hidden_norm.weight, kv, kv_bias, [layer.self_attn.k_norm.weight for layer in model.layers],

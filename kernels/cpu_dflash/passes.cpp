@@ -19,12 +19,13 @@
 #include <sched.h>
 
 #if defined(__AVX512F__)
-constexpr int LANES = 16, OUTS = 4, ROWS = 4, MIXED = 4;
+constexpr int LANES = 16, OUTS = 4, ROWS = 4, NARROW_OUTS = 4, NARROW_ROWS = 4, MIXED = 4;
 #else
-constexpr int LANES = 8, OUTS = 2, ROWS = 4, MIXED = 2;
+constexpr int LANES = 8, OUTS = 2, ROWS = 4, NARROW_OUTS = 1, NARROW_ROWS = 8, MIXED = 2;
 #endif
 constexpr int STRETCH = 256;  // keys whose softmax is computed together
 constexpr int KEYS = 2 * LANES;  // keys of a tile of scores
+constexpr int NEAR = 256;  // scores of which it is asked whether one comes near the best
 constexpr int QUERIES = LANES == 16 ? 12 : 6;  // of a tile of scores: twice as many sums in registers
 
 // Kept from being folded into several instructions, each of which would load it again.
@@ -138,6 +139,17 @@ inline float sum(Lanes v) { return sums_of<1>(&v)[0]; }
 
 inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
+// The largest of `count` numbers, leaving out what is no number; minus infinity for none.
+inline float largest(const float* from, int64_t count) {
+    Lanes top = Lanes{} - std::numeric_limits<float>::infinity();
+    int64_t k = 0;
+    for (; k + LANES <= count; k += LANES) top = larger(load(from + k), top);
+    float all = top[0];
+    for (int lane = 1; lane < LANES; ++lane) all = top[lane] > all ? top[lane] : all;
+    for (; k < count; ++k) all = from[k] > all ? from[k] : all;
+    return all;
+}
+
 // e to the x for x <= 0, within 2 units of the last place; exactly 0 below the smallest normal number.
 inline Lanes exponential(Lanes x) {
     const Lanes low = Lanes{} - 87.0f;
@@ -203,8 +215,8 @@ inline Part part_of(int64_t count, int64_t unit, int64_t at, int64_t threads) {
 // y[r][o] = x[r] . w[o] for R rows and O outputs: O * R sums in registers while the inputs pass by.
 template <typename W, int O, int R>
 inline void product_tile(const W* w, int64_t inputs, const float* x, float* y, int64_t y_row, const float* bias, bool add) {
-    constexpr int WIDE = R == 3 ? 4 : R;  // a power of two
-    Lanes sums[WIDE * O] = {};
+    constexpr int WIDE = O * R > 8 ? 16 : O * R > 4 ? 8 : O * R > 2 ? 4 : O * R;  // a power of two
+    Lanes sums[WIDE] = {};
     const int64_t whole = inputs / LANES * LANES;
     for (int64_t k = 0; k < whole; k += LANES) {
         Lanes weights[O];
@@ -224,34 +236,40 @@ inline void product_tile(const W* w, int64_t inputs, const float* x, float* y, i
             for (int o = 0; o < O; ++o) sums[r * O + o] += load_some(w + o * inputs + whole, inputs - whole) * row;
         }
     }
-    const Lanes all = sums_of<WIDE * O>(sums);
+    const Lanes all = sums_of<WIDE>(sums);
     for (int r = 0; r < R; ++r) {
         float* to = y + r * y_row;
         for (int o = 0; o < O; ++o) to[o] = (add ? to[o] : 0.0f) + (all[r * O + o] + (bias ? bias[o] : 0.0f));
     }
 }
 
-template <typename W, int O>
+// Fewer rows than R.
+template <typename W, int O, int R>
+inline void product_rest(const W* w, int64_t inputs, const float* x, int64_t n, float* y, int64_t y_row, const float* bias,
+                         bool add) {
+    if (n == R - 1)
+        product_tile<W, O, R - 1>(w, inputs, x, y, y_row, bias, add);
+    else if constexpr (R > 2)
+        product_rest<W, O, R - 1>(w, inputs, x, n, y, y_row, bias, add);
+}
+
+template <typename W, int O, int R>
 inline void product_rows(const W* w, int64_t inputs, const float* x, int64_t n, float* y, int64_t y_row, const float* bias,
                          bool add) {
     int64_t r = 0;
-    for (; r + ROWS <= n; r += ROWS)
-        product_tile<W, O, ROWS>(w, inputs, x + r * inputs, y + r * y_row, y_row, bias, add);
-    const float* rest = x + r * inputs;
-    float* to = y + r * y_row;
-    if (n - r == 3) product_tile<W, O, 3>(w, inputs, rest, to, y_row, bias, add);
-    if (n - r == 2) product_tile<W, O, 2>(w, inputs, rest, to, y_row, bias, add);
-    if (n - r == 1) product_tile<W, O, 1>(w, inputs, rest, to, y_row, bias, add);
+    for (; r + R <= n; r += R) product_tile<W, O, R>(w, inputs, x + r * inputs, y + r * y_row, y_row, bias, add);
+    product_rest<W, O, R>(w, inputs, x + r * inputs, n - r, y + r * y_row, y_row, bias, add);
 }
 
 template <typename W>
 void product_slab(const W* weight, int64_t inputs, const float* bias, Part slab, const float* x, int64_t n, float* y,
                   int64_t y_row, bool add) {
+    constexpr int O = sizeof(W) < sizeof(float) ? NARROW_OUTS : OUTS, R = sizeof(W) < sizeof(float) ? NARROW_ROWS : ROWS;
     int64_t o = slab.begin;
-    for (; o + OUTS <= slab.end; o += OUTS)
-        product_rows<W, OUTS>(weight + o * inputs, inputs, x, n, y + o, y_row, bias ? bias + o : nullptr, add);
+    for (; o + O <= slab.end; o += O)
+        product_rows<W, O, R>(weight + o * inputs, inputs, x, n, y + o, y_row, bias ? bias + o : nullptr, add);
     for (; o < slab.end; ++o)
-        product_rows<W, 1>(weight + o * inputs, inputs, x, n, y + o, y_row, bias ? bias + o : nullptr, add);
+        product_rows<W, 1, R>(weight + o * inputs, inputs, x, n, y + o, y_row, bias ? bias + o : nullptr, add);
 }
 
 // y[:, slab] = x W.T + bias of outputs `slab`, or added to what is there.
@@ -455,10 +473,7 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
         for (int64_t j = p.start > first ? p.start - first : 0; j < count; ++j)
             if (!((uint64_t)bits[row] >> (first + j - p.start) & 1)) scores[j] = nothing;
         for (int64_t j = count; j % LANES; ++j) scores[j] = nothing;
-        Lanes top = Lanes{} + nothing;
-        for (int64_t j = 0; j < count; j += LANES) top = larger(top, load(scores + j));
-        float highest = top[0];
-        for (int lane = 1; lane < LANES; ++lane) highest = top[lane] > highest ? top[lane] : highest;
+        const float highest = largest(scores, count);
         const float level = highest == nothing ? 0.0f : highest;
         Lanes total = {};
         for (int64_t j = 0; j < count; j += LANES) {
@@ -593,10 +608,7 @@ void run_choice(const Head& h, const float* x, int64_t n, float* scratch, int64_
     norm_rows(x, h.norm, n, hidden, h.eps, normed);
     product(h.narrow, slab, normed, n, scores, vocabulary);
     for (int64_t row = 0; row < n; ++row) {
-        const float* from = scores + row * vocabulary;
-        float top = -std::numeric_limits<float>::infinity();
-        for (int64_t o = slab.begin; o < slab.end; ++o) top = from[o] > top ? from[o] : top;
-        tops[thread * n + row] = top;
+        tops[thread * n + row] = largest(scores + row * vocabulary + slab.begin, slab.end - slab.begin);
     }
         team.wait();
     for (int64_t row = 0; row < n; ++row) {
@@ -606,11 +618,15 @@ void run_choice(const Head& h, const float* x, int64_t n, float* scratch, int64_
         for (int64_t k = 0; k < hidden; ++k) length += input[k] * input[k];
         const float least = top - 2.0f * h.error * std::sqrt(length);
         int64_t place = -1;
-        for (int64_t o = slab.begin; o < slab.end; ++o) {
-            if (!(from[o] >= least)) continue;
-            float score;
-            product_tile<float, 1, 1>((const float*)h.exact.weight + o * hidden, hidden, input, &score, 1, nullptr, false);
-            if (score > best) best = score, place = o;
+        for (int64_t begin = slab.begin; begin < slab.end; begin += NEAR) {
+            const int64_t end = begin + NEAR < slab.end ? begin + NEAR : slab.end;
+            if (!(largest(from + begin, end - begin) >= least)) continue;
+            for (int64_t o = begin; o < end; ++o) {
+                if (!(from[o] >= least)) continue;
+                float score;
+                product_tile<float, 1, 1>((const float*)h.exact.weight + o * hidden, hidden, input, &score, 1, nullptr, false);
+                if (score > best) best = score, place = o;
+            }
         }
         bests[thread * n + row] = best;
         places[row] = place;
@@ -634,6 +650,7 @@ void in_parallel(int64_t threads, const Work& work) {
     {
         team.has(omp_get_num_threads());
         work(omp_get_thread_num(), team);
+        team.wait();  // OpenMP's own wait, at the end of the region, finds everybody there
     }
 }
 
