@@ -81,8 +81,8 @@ class Benchmark:
                 name: per_prompt(first, name) for name in ("mean_acceptance_length", "draft_acceptance_rate")
             },
             **{arm: _speeds([[getattr(twin, arm).metrics for twin in repeat] for repeat in repeats]) for arm in ARMS},
-            "speedup": _spread([_speedup(repeat) for repeat in repeats]),
-            "break_even_acceptance_length": _spread([_break_even(repeat) for repeat in repeats]),
+            "speedup": spread([_speedup(repeat) for repeat in repeats]),
+            "break_even_acceptance_length": spread([_break_even(repeat) for repeat in repeats]),
             "identical_prompts": len(ids - {twin.prompt.id for twin in twins if not twin.identical}),
         }
 
@@ -97,10 +97,10 @@ def _speeds(repeats: Sequence[Sequence[Metrics]]) -> dict[str, Any]:
     merged = [Metrics.merge(repeat) for repeat in repeats]
     first_tokens = [[part.ttft for part in repeat if part.ttft is not None] for repeat in repeats]
     return {
-        "decode_tokens_per_second": _spread([part.decode_tokens_per_second for part in merged]),
-        "end_to_end_tokens_per_second": _spread([part.end_to_end_tokens_per_second for part in merged]),
-        "ttft": _spread([statistics.median(times) if times else None for times in first_tokens]),
-        "total_seconds": _spread([part.total_seconds for part in merged]),
+        "decode_tokens_per_second": spread([part.decode_tokens_per_second for part in merged]),
+        "end_to_end_tokens_per_second": spread([part.end_to_end_tokens_per_second for part in merged]),
+        "ttft": spread([statistics.median(times) if times else None for times in first_tokens]),
+        "total_seconds": spread([part.total_seconds for part in merged]),
         "num_tokens": merged[0].num_tokens if merged else 0,
         "peak_memory": max((part.peak_memory for part in merged), default=0),
     }
@@ -119,8 +119,8 @@ def _break_even(twins: Sequence[Twin]) -> float | None:
     return break_even(_merged(twins, "dflash"), _merged(twins, "plain"))
 
 
-def _spread(values: Sequence[float | None]) -> dict[str, float] | None:
-    """Median, smallest and largest over repeats."""
+def spread(values: Sequence[float | None]) -> dict[str, float] | None:
+    """Median, smallest and largest over repeats; None where no repeat has a value."""
     known = [value for value in values if value is not None]
     return {"median": statistics.median(known), "min": min(known), "max": max(known)} if known else None
 

