@@ -38,7 +38,7 @@ class TorchDrafter:
         layers = [LayerWeights.of(layer) for layer in model.layers]
         self.stack = make_stack(layers, size, draft_sights(config), Rotary(config.rope, config.head_dim, self.device))
         self._stacked = model.stacked_kv()
-        self._write = make_context_writer(model, self._stacked, size, self.stack.rotary)
+        self._writer = make_context_writer(model, self._stacked, size, self.stack.rotary)
         self._choose = make_chooser(head, model.norm.weight, size.eps)
         self._masks = torch.full((config.block_size,), config.mask_token_id, device=self.device)
         self.length = 0
@@ -52,7 +52,9 @@ class TorchDrafter:
         if self.dtype == torch.float16:
             rows = scaled_for_half(rows)
         rows, tables, cache = rows.to(self.dtype), self.stack.rotary.range(self.length, end), self.stack.cache.tensor
-        if self._write is None or not self._write(rows, tables, cache, self.length):
+        if self._writer is not None:
+            self._writer.write(rows, tables, cache, self.length)
+        else:
             both = self.model.context_kv(self.projection(rows)[None], tables, self._stacked)
             for layer, (keys, values) in zip(cache, both, strict=True):
                 layer[0, :, self.length : end], layer[1, :, self.length : end] = keys[0], values[0]

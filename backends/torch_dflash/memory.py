@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -43,9 +44,21 @@ def peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def available_memory() -> int | None:
-    """Bytes that a CPU's processes can still take without swapping; None where the system does not tell."""
-    with contextlib.suppress(OSError, StopIteration):
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can be had on ``device``; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return min(_free_of_system(), default=None)
+
+
+def _free_of_system() -> Iterator[int]:
+    """By the kernel, and by the group that this process is limited in."""
+    try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        return int(next(line for line in lines if line.startswith("MemAvailable")).split()[1]) * 1024
-    return None
+        yield next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+        if limit != "max":
+            lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
+            yield int(limit) - next(int(line.split()[1]) for line in lines if line.startswith("anon "))
+    except (OSError, StopIteration, ValueError):
+        return

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +15,7 @@ from dflash.suites.shapes import PairShape
 from dflash.targets import check_dtype
 from torch_dflash.backend import TorchBackend, serve_target
 from torch_dflash.drafter import TorchDrafter
+from torch_dflash.memory import free_bytes
 from torch_dflash.modeling import DraftModel
 from torch_dflash.target import choose_device
 
@@ -87,23 +86,3 @@ def fill(weight: Tensor, tile: Tensor) -> None:
     scaled = tile * 2.0 ** round(math.log2(12 / weight.shape[1]) / 2)  # numbers in [-0.5, 0.5) have the variance 1/12
     for part in weight.view(-1).split(len(tile)):
         part.copy_(scaled[: len(part)])
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Memory that can be had on ``device``; None where the system does not tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return min(_free_of_system(), default=None)
-
-
-def _free_of_system() -> Iterator[int]:
-    """By the kernel, and by the group that this process is limited in."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        yield next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        if limit != "max":
-            lines = Path("/sys/fs/cgroup/memory.stat").read_text().splitlines()
-            yield int(limit) - next(int(line.split()[1]) for line in lines if line.startswith("anon "))
-    except (OSError, StopIteration, ValueError):
-        return

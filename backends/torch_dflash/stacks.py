@@ -9,7 +9,7 @@ from cpu_dflash import MOST_ROWS, use_compiled
 from torch import Tensor
 
 from torch_dflash.cpu_stack import Chooser, ContextWriter, CpuStack, narrow_copy
-from torch_dflash.memory import available_memory
+from torch_dflash.memory import free_bytes
 from torch_dflash.modeling import DraftModel
 from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
@@ -28,7 +28,7 @@ def make_stack(layers: Sequence[LayerWeights], size: StackSize, sights: Sequence
 def reads_narrow(*weights: Tensor) -> bool:
     """Whether passes of few rows read copies in bfloat16, half the bytes: where those lose nothing, as in checkpoints
     stored so, and take no more than half of the memory that is left."""
-    left = available_memory()
+    left = free_bytes(weights[0].device)
     if left is not None and 2 * sum(weight.numel() * 2 for weight in weights) > left:
         return False
     return all(bool((weight == weight.bfloat16()).all()) for weight in weights)
@@ -44,24 +44,15 @@ def make_head(head: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
 
 def make_context_writer(
     model: DraftModel, stacked: tuple[Tensor, Tensor | None], size: StackSize, rotary: Rotary
-) -> Callable[[Tensor, tuple[Tensor, Tensor], Tensor, int], bool] | None:
-    """What writes features into the drafter's cache, and says whether it did; None where the model's own modules do."""
+) -> ContextWriter | None:
+    """What writes features into the drafter's cache; None where the model's own modules do."""
     fc, (kv, kv_bias) = model.fc.weight, stacked
     if not use_compiled(fc.device, fc.dtype):
         return None
     if reads_narrow(fc, kv):
         fc, kv = fc.bfloat16(), kv.bfloat16()
-    writer = ContextWriter(
-        fc, model.hidden_norm.weight, kv, kv_bias, [layer.self_attn.k_norm.weight for layer in model.layers],
-        size, 2 * len(rotary.frequencies),
-    )  # fmt: skip
-
-    def write(features: Tensor, tables: tuple[Tensor, Tensor], cache: Tensor, start: int) -> bool:
-        if len(features) <= MOST_ROWS:
-            writer.write(features, tables, cache, start)
-        return len(features) <= MOST_ROWS
-
-    return write
+    k_norms = [layer.self_attn.k_norm.weight for layer in model.layers]
+    return ContextWriter(fc, model.hidden_norm.weight, kv, kv_bias, k_norms, size, 2 * len(rotary.frequencies))
 
 
 def make_chooser(head: Tensor, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:
