@@ -454,11 +454,15 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
     const auto query = [&](int64_t q) {  // q = i * ratio + head within the group
         return b.mixed + q / ratio * row_step + (group * ratio + q % ratio) * d;
     };
+    const int64_t slot = (stretch * s.groups + group) * queries;
+    if (layer.window && last <= p.start - layer.window + 1) {  // out of everybody's sight
+        for (int64_t q = 0; q < queries; ++q) b.tops[slot + q] = nothing;
+        return;
+    }
     for (int64_t tile = 0; tile < count; tile += KEYS) {
         turn(keys + (first + tile) * d, count - tile, d, values + (first + tile) * d, b.turned);
         score_tiles<QUERIES>(query, 0, queries, b.turned, d, scale, b.scores + tile);
     }
-    const int64_t slot = (stretch * s.groups + group) * queries;
     for (int64_t q = 0; q < queries; ++q) {
         const int64_t row = q / ratio;
         float* scores = b.scores + q * STRETCH;
@@ -499,6 +503,7 @@ void merge_stretches(const Stack& s, const Pass& p, const Scratch& b, int64_t st
     float* to = b.attended + (row * s.heads + head) * d;
     for (int64_t c = 0; c < d; ++c) to[c] = 0.0f;
     for (int64_t at = 0; at < stretches; ++at) {
+        if (b.tops[at * step + place] == -std::numeric_limits<float>::infinity()) continue;  // nothing of it was seen
         const float weight = exponential_of(b.tops[at * step + place] - highest);
         const float* from = b.parts + (at * step + place) * d;
         total += weight * b.totals[at * step + place];
