@@ -20,7 +20,7 @@ from cpu_dflash.structures import Stack as Described
 from torch import Tensor
 
 from torch_dflash.rotary import Rotary
-from torch_dflash.stack import Attend, LayerWeights, PlainStack, Sight, StackSize, Tree
+from torch_dflash.stack import Attend, LayerWeights, PackedSights, PlainStack, Sight, StackSize, Tree
 
 AT_ONCE = 8192  # rows of a head
 SLACK = 1e-5  # for the sums' own rounding
@@ -48,9 +48,8 @@ class CpuStack(PlainStack):
     ) -> None:  # fmt: skip
         super().__init__(layers, size, sights, rotary)
         self._library = sized(library())
-        self._kinds = list(dict.fromkeys(self.sights))
+        self._seen = PackedSights(self.sights, torch.device("cpu"))
         self._causal = all(sight.causal for sight in self.sights)
-        self._bits: dict[int, Tensor] = {}
         self._chain = torch.arange(MOST_ROWS)
         self._scratch = Scratch()
         self._read = [_narrowed(layer) for layer in self.layers] if narrow else self.layers
@@ -69,7 +68,7 @@ class CpuStack(PlainStack):
         return Layer(
             address(layer.input_norm), address(layer.q_norm), address(layer.k_norm), address(layer.post_norm),
             linear(layer.qkv, layer.qkv_bias), linear(layer.output, layer.output_bias), linear(gate, gate_bias),
-            linear(up, up_bias), linear(layer.down, layer.down_bias), self._kinds.index(sight), sight.window or 0,
+            linear(up, up_bias), linear(layer.down, layer.down_bias), self._seen.kinds.index(sight), sight.window or 0,
         )  # fmt: skip
 
     def run(
@@ -87,7 +86,7 @@ class CpuStack(PlainStack):
         rows = len(x)
         cos, sin = (table.contiguous() for table in self.tables(start, rows, tree))
         depth = self._chain if tree is None else tree.depth
-        bits = self._chain_bits(rows) if tree is None else self._tree_bits(tree)
+        bits = self._seen.chain(rows) if tree is None else self._seen.tree(tree)
         count, threads = len(self.layers), torch.get_num_threads()
         states = torch.empty(len(wanted), *x.shape)
         found = dict(zip(sorted(wanted), states, strict=True))
@@ -103,14 +102,6 @@ class CpuStack(PlainStack):
         )  # fmt: skip
         self._library.decoder_layers(stack, ctypes.byref(described))
         return found
-
-    def _chain_bits(self, rows: int) -> Tensor:
-        if rows not in self._bits:
-            self._bits[rows] = torch.stack([_packed(_chain_sight(sight, rows)) for sight in self._kinds])
-        return self._bits[rows]
-
-    def _tree_bits(self, tree: Tree) -> Tensor:
-        return torch.stack([_packed(tree.mask(sight.window, 0)) for sight in self._kinds])
 
 
 _narrow_copies: WeakValueDictionary[tuple[int, torch.Size], Tensor] = WeakValueDictionary()
@@ -148,6 +139,8 @@ class ContextWriter:
     def write(self, features: Tensor, tables: tuple[Tensor, Tensor], cache: Tensor, start: int) -> None:
         """``features`` [n, F] into ``cache`` [L, 2, g, C, d] at ``start``; ``tables`` [n, r/2] of their positions."""
         cos, sin = tables
+        assert features.dim() == 2 and features.shape[1] == self._context.fc.inputs, "features of another target"
+        assert len(features) == len(cos) == len(sin), "each row has a position"
         for at, part in _pieces(features.contiguous()):
             self._write(part, (cos[at : at + len(part)], sin[at : at + len(part)]), cache, start + at)
 
@@ -193,17 +186,6 @@ class Chooser:
 def _pieces(x: Tensor) -> Iterator[tuple[int, Tensor]]:
     """``x`` in pieces of ``MOST_ROWS`` rows, each with where it begins."""
     yield from ((at, x[at : at + MOST_ROWS]) for at in range(0, len(x), MOST_ROWS))
-
-
-def _chain_sight(sight: Sight, rows: int) -> Tensor:
-    """What the rows of a chain see of each other, bool [n, n]."""
-    mask = sight.mask(rows, rows, torch.device("cpu"))
-    return torch.ones(rows, rows, dtype=torch.bool) if mask is None else mask
-
-
-def _packed(sees: Tensor) -> Tensor:
-    """Bool [n, m ≤ 64] as int64 [n], the first column in the lowest bit."""
-    return (sees.long() << torch.arange(sees.shape[1])).sum(-1)
 
 
 def _narrowed(layer: LayerWeights) -> LayerWeights:

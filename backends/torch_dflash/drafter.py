@@ -19,7 +19,7 @@ from torch_dflash.modeling import DraftModel
 from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
 from torch_dflash.stack import Attend, LayerWeights, Sight, StackSize, attention, attention_weights
-from torch_dflash.stacks import make_chooser, make_context_writer, make_stack
+from torch_dflash.stacks import make_chooser, make_context_writer, make_cuda_writer, make_stack
 
 HALF_LARGEST = 256  # of a feature that enters a float16 product
 
@@ -38,7 +38,9 @@ class TorchDrafter:
         layers = [LayerWeights.of(layer) for layer in model.layers]
         self.stack = make_stack(layers, size, draft_sights(config), Rotary(config.rope, config.head_dim, self.device))
         self._stacked = model.stacked_kv()
-        self._writer = make_context_writer(model, self._stacked, size, self.stack.rotary)
+        self._writer = make_cuda_writer(model, self._stacked, self.stack) or make_context_writer(
+            model, self._stacked, size, self.stack.rotary
+        )
         self._choose = make_chooser(head, model.norm.weight, size.eps)
         self._masks = torch.full((config.block_size,), config.mask_token_id, device=self.device)
         self.length = 0
@@ -82,38 +84,50 @@ class TorchDrafter:
         self, anchor: int, count: int, wanted: Collection[int], attend: Attend | None = None
     ) -> dict[int, Tensor]:
         """A block after ``anchor`` through all layers: the hidden states [1 + count, H] behind the ``wanted`` ones."""
+        return self.stack.run(self._embed(self._block(anchor, count)), self.length, wanted, attend=attend)
+
+    def _block(self, anchor: int, count: int) -> Tensor:
+        """``anchor`` and ``count`` masks, ids [1 + count], for which there is room."""
         rows = 1 + count
         self.stack.cache.room(self.length + rows, self.length)
         if rows > len(self._masks):
             self._masks = self._masks[:1].expand(rows)
         ids = self._masks[:rows].clone()
         ids[0] = anchor
-        return self.stack.run(F.embedding(ids, self.embedding).to(self.dtype), self.length, wanted, attend=attend)
+        return ids
 
-    @torch.inference_mode()
-    def _slots(self, anchor: int, count: int) -> Tensor:
-        """What the last layer leaves in the slots after ``anchor``, [count, H]; slot 0 predicts nothing."""
-        last = self.config.num_hidden_layers - 1
-        return self._pass(anchor, count, (last,))[last][1:]
+    def _embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding).to(self.dtype)
+
+    def _slots(self, states: dict[int, Tensor]) -> Tensor:
+        """What the last layer leaves in the slots after the anchor, [count, H]; slot 0 predicts nothing."""
+        return states[self.config.num_hidden_layers - 1][1:]
+
+    def _logits(self, states: dict[int, Tensor]) -> Tensor:
+        return product(self.model.norm(self._slots(states)).to(self.head.dtype), self.head)
+
+    def _tokens(self, states: dict[int, Tensor]) -> tuple[Tensor]:
+        return (self._logits(states).argmax(-1) if self._choose is None else self._choose(self._slots(states)),)
+
+    def _tokens_probs(self, states: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
+        logits = self._logits(states)
+        tokens = logits.argmax(-1)
+        return tokens, logits.float().softmax(-1).gather(-1, tokens[:, None])[:, 0]
 
     @torch.inference_mode()
     def logits(self, anchor: int, count: int) -> Tensor:
         """Draft logits [count, V] of the slots after ``anchor``."""
-        return product(self.model.norm(self._slots(anchor, count)).to(self.head.dtype), self.head)
+        return self._logits(self._pass(anchor, count, (self.config.num_hidden_layers - 1,)))
 
     def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
         """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax
         is accepted most."""
         with torch.inference_mode():
-            probs = None
-            if detail or self._choose is None:
-                logits = self.logits(anchor, count)
-                tokens = logits.argmax(-1)
-                probs = logits.float().softmax(-1).gather(-1, tokens[:, None])[:, 0] if detail else None
-            else:
-                tokens = self._choose(self._slots(anchor, count))
-            block = torch.cat((torch.full_like(tokens[:1], anchor), tokens))
-        return Proposal(tokens, block, count, probs)
+            ids, wanted = self._block(anchor, count), (self.config.num_hidden_layers - 1,)
+            after = self._tokens_probs if detail else self._tokens
+            tokens, *probs = self.stack.through(("propose", detail), ids, self.length, wanted, self._embed, after)
+            block = torch.cat((ids[:1], tokens))
+        return Proposal(tokens, block, count, probs[0] if probs else None)
 
     def reset(self) -> None:
         self.length = 0

@@ -9,6 +9,7 @@ Shapes: n tokens in a pass, H hidden size, K taps, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,12 +90,20 @@ class NativeTarget:
         end, layers = self.length + len(ids), self.info.num_layers
         self.stack.cache.room(end, self.length, max(self.info.max_positions, end))
         wanted = {layers - 1, *(self.layer_ids if self.tapping else ())}
-        states = self.stack.run(F.embedding(ids, self.embedding), self.length, wanted, self._tree)
+        kind, after = ("forward", last_only), partial(self._outputs, last_only)
+        logits, *features = self.stack.through(kind, ids, self.length, wanted, self._embed, after, self._tree)
         self._last = len(ids)
-        last = states[layers - 1][-1:] if last_only else states[layers - 1]
-        logits = self._to_logits(rms_norm(last, self.norm, self.stack.size.eps))
-        features = torch.cat([states[index] for index in self.layer_ids], dim=-1) if self.tapping else None
-        return TargetOutput(logits, features)
+        return TargetOutput(logits, features[0] if self.tapping else None)
+
+    def _embed(self, ids: Tensor) -> Tensor:
+        return F.embedding(ids, self.embedding)
+
+    def _outputs(self, last_only: bool, states: dict[int, Tensor]) -> tuple[Tensor, ...]:
+        """Logits and, where the tapped layers' states are there for them, features."""
+        last = states[self.info.num_layers - 1]
+        logits = self._to_logits(rms_norm(last[-1:] if last_only else last, self.norm, self.stack.size.eps))
+        tapped = [states[index] for index in self.layer_ids if index in states]
+        return (logits, torch.cat(tapped, dim=-1)) if len(tapped) == len(self.layer_ids) else (logits,)
 
     def keep(self, path: Sequence[int]) -> None:
         """As in ``dflash.interfaces.Target``; of a tree, a path from its root down. Raises ``BackendError``."""

@@ -25,7 +25,14 @@ FEW_ROWS = 64
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` [..., in] times ``weight`` [out, in] transposed, plus ``bias``: [..., out]."""
     rows, plain = x.numel() // x.shape[-1], weight.device.type != "cpu" or weight.dtype != torch.float32
-    if plain or not 0 < rows <= FEW_ROWS or torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
+    if (
+        plain
+        or x.dtype != weight.dtype
+        or x.shape[-1] != weight.shape[1]
+        or not 0 < rows <= FEW_ROWS
+        or torch.is_grad_enabled()
+        or torch.is_autocast_enabled("cpu")
+    ):
         return F.linear(x, weight, bias)
     flat = x.reshape(rows, -1)
     if use_compiled(weight.device, weight.dtype) and weight.is_contiguous():

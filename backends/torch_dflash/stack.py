@@ -7,7 +7,7 @@ head size, I intermediate size, C the cache's capacity.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -147,6 +147,32 @@ class Tree:
         return torch.cat((before, within), dim=1)
 
 
+class PackedSights:
+    """What the rows of a pass see of each other in each kind of layer, as kernels take it: bit m of an int64 says that
+    row m is seen. ``kinds``: the W different sights of a stack."""
+
+    def __init__(self, sights: Sequence[Sight], device: torch.device) -> None:
+        self.kinds, self._device = list(dict.fromkeys(sights)), device
+        self._chains: dict[int, Tensor] = {}
+
+    def chain(self, rows: int) -> Tensor:
+        """Bits [W, n] of rows in a row."""
+        if rows not in self._chains:
+            masks = [kind.mask(rows, rows, self._device) for kind in self.kinds]
+            every = torch.ones(rows, rows, dtype=torch.bool, device=self._device)
+            self._chains[rows] = torch.stack([packed(every if mask is None else mask) for mask in masks])
+        return self._chains[rows]
+
+    def tree(self, tree: Tree) -> Tensor:
+        """Bits [W, n] of a tree's rows."""
+        return torch.stack([packed(tree.mask(kind.window, 0)) for kind in self.kinds])
+
+
+def packed(sees: Tensor) -> Tensor:
+    """Bool [n, m ≤ 64] as bits, int64 [n]: the first column in the lowest."""
+    return (sees.long() << torch.arange(sees.shape[1], device=sees.device)).sum(-1)
+
+
 class KeyValues:
     """Keys and values of all layers, [L, 2, g, C, d]: what is beyond a length is free to be written over."""
 
@@ -217,6 +243,14 @@ class PlainStack:
             if index in wanted:
                 states[index] = x
         return states
+
+    def through(
+        self, kind: Hashable, ids: Tensor, start: int, wanted: Collection[int], before: Callable[[Tensor], Tensor],
+        after: Callable[[dict[int, Tensor]], tuple[Tensor, ...]], tree: Tree | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """``after`` the states that ``run`` finds for what is ``before`` them: ids [n] to results. ``kind`` stands for
+        ``before`` and ``after``: a stack may keep what it does for one under it."""
+        return after(self.run(before(ids), start, wanted, tree))
 
     def tables(self, start: int, rows: int, tree: Tree | None) -> tuple[Tensor, Tensor]:
         """Cosines and sines [n, r/2] of the rows' positions."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import cpu_dflash
+import torch
 from cpu_dflash import MOST_ROWS, use_compiled
 from torch import Tensor
 
@@ -15,14 +17,30 @@ from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
 from torch_dflash.stack import LayerWeights, PlainStack, Sight, StackSize
 
+if TYPE_CHECKING:
+    from torch_dflash import cuda_stack
+
 
 def make_stack(layers: Sequence[LayerWeights], size: StackSize, sights: Sequence[Sight], rotary: Rotary) -> PlainStack:
     """The fastest stack for these weights."""
     weight = layers[0].qkv
+    if use_cuda(weight.device, weight.dtype):
+        from torch_dflash.cuda_stack import CudaStack
+
+        return CudaStack(layers, size, sights, rotary)
     if use_compiled(weight.device, weight.dtype):
         weights = [part for layer in layers for part in (layer.qkv, layer.output, layer.gate_up, layer.down)]
         return CpuStack(layers, size, sights, rotary, narrow=reads_narrow(*weights))
     return PlainStack(layers, size, sights, rotary)
+
+
+def use_cuda(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether passes of few rows go through Triton kernels and CUDA graphs."""
+    if device.type != "cuda":
+        return False
+    from triton_dflash import use_kernels
+
+    return use_kernels(device, dtype)
 
 
 def reads_narrow(*weights: Tensor) -> bool:
@@ -53,6 +71,20 @@ def make_context_writer(
         fc, kv = fc.bfloat16(), kv.bfloat16()
     k_norms = [layer.self_attn.k_norm.weight for layer in model.layers]
     return ContextWriter(fc, model.hidden_norm.weight, kv, kv_bias, k_norms, size, 2 * len(rotary.frequencies))
+
+
+def make_cuda_writer(
+    model: DraftModel, stacked: tuple[Tensor, Tensor | None], stack: PlainStack
+) -> cuda_stack.ContextWriter | None:
+    """``make_context_writer`` for a drafter whose ``stack`` is the one for CUDA; None for others."""
+    fc = model.fc.weight
+    if not use_cuda(fc.device, fc.dtype):
+        return None
+    from torch_dflash.cuda_stack import ContextWriter, CudaStack
+
+    assert isinstance(stack, CudaStack)
+    k_norms = torch.stack([layer.self_attn.k_norm.weight for layer in model.layers])
+    return ContextWriter(fc, model.hidden_norm.weight, *stacked, k_norms, stack)
 
 
 def make_chooser(head: Tensor, norm: Tensor, eps: float) -> Callable[[Tensor], Tensor] | None:

@@ -15,6 +15,7 @@ from dflash.errors import not_numbers
 from dflash.types import Proposal, SamplingParams, TargetOutput, Verdict
 from dflash.uniforms import Uniforms
 from torch_dflash.sampling import draw, shape_probabilities
+from torch_dflash.stacks import use_cuda
 
 RULES = ("greedy", "match")
 
@@ -34,11 +35,16 @@ class MatchVerifier:
     @torch.inference_mode()
     def verify(self, proposal: Proposal, output: TargetOutput) -> Verdict:
         count, logits = proposal.count, output.logits
-        choices = self._choices(logits)
-        stands = (proposal.tokens == choices[:count]).long().cumprod(0).sum()
-        next_token = choices.gather(0, stands[None])  # indexing by ``stands`` would wait for it on the host
-        finite = logits.amax(-1).isfinite().all()  # a number that is none shows in its row's largest
-        parts = [stands[None], next_token, finite[None].long(), proposal.tokens]
+        if self.sampling.greedy and use_cuda(logits.device, logits.dtype):
+            from triton_dflash import verify_greedy
+
+            parts = [verify_greedy(logits, proposal.tokens)]
+        else:
+            choices = self._choices(logits)
+            stands = (proposal.tokens == choices[:count]).long().cumprod(0).sum()
+            next_token = choices.gather(0, stands[None])  # indexing by ``stands`` would wait for it on the host
+            finite = logits.amax(-1).isfinite().all()  # a number that is none shows in its row's largest
+            parts = [stands[None], next_token, finite[None].long(), proposal.tokens]
         if self.detail:
             parts = [part.double() for part in parts]
             if proposal.probs is not None:

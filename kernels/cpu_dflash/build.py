@@ -14,12 +14,13 @@ import platform
 import secrets
 import shutil
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 from dflash.storage import cache_dir
 
 SOURCE = Path(__file__).with_name("passes.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fPIC", "-c")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-ffp-contract=off", "-fPIC", "-c")
 NEEDED = {"avx2", "fma"}
 PATIENCE = 300  # seconds for a compiler on a busy machine
 
@@ -82,7 +83,8 @@ def _compile(compiler: str, path: Path) -> None:
         raise Unavailable(f"{path.parent} cannot be written: {error.strerror}") from None
     finally:
         for left in (unlinked, linked):
-            left.unlink(missing_ok=True)
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
 
 
 def _run(command: list[str]) -> subprocess.CompletedProcess[str]:

@@ -11,6 +11,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 #include <limits>
 #include <utility>
 
@@ -104,6 +105,18 @@ inline Lanes load_some(const W* from, int64_t count) {  // the first `count` lan
     return load(values);
 }
 
+// a * b + c, rounded once. Said outright, and compiled with -ffp-contract=off: what a compiler fuses by itself it fuses in
+// one copy of a loop and not in another, and a row's bits would depend on how many rows there are.
+inline Lanes fused(Lanes a, Lanes b, Lanes c) {
+#if defined(__AVX512F__)
+    return (Lanes)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#else
+    return (Lanes)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#endif
+}
+
+inline Lanes filled(float value) { return Lanes{} + value; }
+
 inline void store(float* to, Lanes value) { memcpy(to, &value, sizeof value); }
 
 // Lanes a vector holds of each of its sums at the level above, halved from level to level: indices of the lower halves.
@@ -141,7 +154,7 @@ inline Lanes larger(Lanes a, Lanes b) { return a > b ? a : b; }
 
 // The largest of `count` numbers, leaving out what is no number; minus infinity for none.
 inline float largest(const float* from, int64_t count) {
-    Lanes top = Lanes{} - std::numeric_limits<float>::infinity();
+    Lanes top = filled(-std::numeric_limits<float>::infinity());
     int64_t k = 0;
     for (; k + LANES <= count; k += LANES) top = larger(load(from + k), top);
     float all = top[0];
@@ -152,24 +165,21 @@ inline float largest(const float* from, int64_t count) {
 
 // e to the x for x <= 0, within 2 units of the last place; exactly 0 below the smallest normal number.
 inline Lanes exponential(Lanes x) {
-    const Lanes low = Lanes{} - 87.0f;
+    const Lanes low = filled(-87.0f), one = filled(1.0f);
     const Lanes inside = larger(x, low);
-    const Lanes magic = Lanes{} + 12582912.0f;  // adding it rounds to a whole number in the lowest bits
-    const Lanes shifted = inside * 1.44269504f + magic;
+    const Lanes magic = filled(12582912.0f);  // adding it rounds to a whole number in the lowest bits
+    const Lanes shifted = fused(inside, filled(1.44269504f), magic);
     const Lanes whole = shifted - magic;
-    const Lanes rest = (inside - whole * 0.693359375f) + whole * 2.12194440e-4f;
-    Lanes p = Lanes{} + 1.9875691500e-4f;
-    p = p * rest + 1.3981999507e-3f;
-    p = p * rest + 8.3334519073e-3f;
-    p = p * rest + 4.1665795894e-2f;
-    p = p * rest + 1.6666665459e-1f;
-    p = p * rest + 5.0000001201e-1f;
-    p = p * rest * rest + rest + 1.0f;
+    const Lanes rest = fused(whole, filled(2.12194440e-4f), fused(whole, filled(-0.693359375f), inside));
+    Lanes p = filled(1.9875691500e-4f);
+    for (const float next : {1.3981999507e-3f, 8.3334519073e-3f, 4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f})
+        p = fused(p, rest, filled(next));
+    p = fused(p * rest, rest, rest) + one;
     const Ints exponent = (((Ints)shifted - (Ints)magic) + 127) << 23;
     return x < low ? Lanes{} : p * (Lanes)exponent;
 }
 
-inline float exponential_of(float x) { return exponential(Lanes{} + x)[0]; }
+inline float exponential_of(float x) { return exponential(filled(x))[0]; }
 
 // The threads of a pass. OpenMP's own barrier spins for milliseconds, which is what two threads that share a core on a
 // busy machine then take at every one of hundreds of barriers; this one soon lets the other thread have the core.
@@ -227,13 +237,14 @@ inline void product_tile(const W* w, int64_t inputs, const float* x, float* y, i
         for (int r = 0; r < R; ++r) {
             Lanes row = load(x + r * inputs + k);
             IN_REGISTER(row);
-            for (int o = 0; o < O; ++o) sums[r * O + o] += weights[o] * row;
+            for (int o = 0; o < O; ++o) sums[r * O + o] = fused(weights[o], row, sums[r * O + o]);
         }
     }
     if (__builtin_expect(whole < inputs, 0)) {
         for (int r = 0; r < R; ++r) {
             const Lanes row = load_some(x + r * inputs + whole, inputs - whole);
-            for (int o = 0; o < O; ++o) sums[r * O + o] += load_some(w + o * inputs + whole, inputs - whole) * row;
+            for (int o = 0; o < O; ++o)
+                sums[r * O + o] = fused(load_some(w + o * inputs + whole, inputs - whole), row, sums[r * O + o]);
         }
     }
     const Lanes all = sums_of<WIDE>(sums);
@@ -286,7 +297,7 @@ inline void rms_norm(const float* from, const float* weight, int64_t size, float
     int64_t k = 0;
     for (; k + LANES <= size; k += LANES) {
         const Lanes value = load(from + k);
-        squares += value * value;
+        squares = fused(value, value, squares);
     }
     float total = sum(squares);
     for (; k < size; ++k) total += from[k] * from[k];
@@ -389,9 +400,9 @@ inline void score_tiles(const Query& query, int64_t from, int64_t to, const floa
         for (int64_t c = 0; c < d; ++c) {
             const Lanes near = load(turned + c * KEYS), far = load(turned + c * KEYS + LANES);
             for (int q = 0; q < Q; ++q) {
-                const Lanes channel = Lanes{} + rows[q][c];
-                sums[q][0] += channel * near;
-                sums[q][1] += channel * far;
+                const Lanes channel = filled(rows[q][c]);
+                sums[q][0] = fused(channel, near, sums[q][0]);
+                sums[q][1] = fused(channel, far, sums[q][1]);
             }
         }
         for (int q = 0; q < Q; ++q) {
@@ -412,8 +423,8 @@ inline void mix_tile(const float* shares, const float* values, int64_t count, in
             __builtin_prefetch(soon + j * d + c * LANES);
         }
         for (int q = 0; q < Q; ++q) {
-            const Lanes share = Lanes{} + shares[q * STRETCH + j];
-            for (int c = 0; c < D; ++c) sums[q][c] += share * value[c];
+            const Lanes share = filled(shares[q * STRETCH + j]);
+            for (int c = 0; c < D; ++c) sums[q][c] = fused(share, value[c], sums[q][c]);
         }
     }
     for (int q = 0; q < Q; ++q)
@@ -430,13 +441,13 @@ inline void mix(int64_t from, int64_t to, const float* scores, const float* valu
         int64_t c = 0;
         for (; c + MIXED * LANES <= d; c += MIXED * LANES) mix_tile<Q, MIXED>(shares, values + c, count, d, soon + c, out + c);
         for (; c + LANES <= d; c += LANES) mix_tile<Q, 1>(shares, values + c, count, d, soon + c, out + c);
-        for (; c < d; ++c) {
-            for (int q = 0; q < Q; ++q) {
-                float total = 0.0f;
-                for (int64_t j = 0; j < count; ++j) total += shares[q * STRETCH + j] * values[j * d + c];
-                out[q * d + c] = total;
-            }
+        if (c == d) continue;
+        Lanes sums[Q] = {};
+        for (int64_t j = 0; j < count; ++j) {
+            const Lanes value = load_some(values + j * d + c, d - c);
+            for (int q = 0; q < Q; ++q) sums[q] = fused(filled(shares[q * STRETCH + j]), value, sums[q]);
         }
+        for (int q = 0; q < Q; ++q) memcpy(out + q * d + c, &sums[q], (d - c) * sizeof(float));
     }
     if constexpr (Q > 1) mix<Q == 3 ? 1 : Q / 2>(from, to, scores, values, count, d, soon, outs);
 }
@@ -562,7 +573,7 @@ void run_layers(const Stack& s, const Pass& p, int64_t thread, Team& team) {
             int64_t k = slab.begin;
             for (; k + LANES <= slab.end; k += LANES) {
                 const Lanes g = load(gate + k), size = g < 0 ? g : -g, small = exponential(size);
-                const Lanes sigmoid = (g < 0 ? small : Lanes{} + 1.0f) / (1.0f + small);
+                const Lanes sigmoid = (g < 0 ? small : filled(1.0f)) / (1.0f + small);
                 store(up + k, g * sigmoid * load(up + k));
             }
             for (; k < slab.end; ++k) {

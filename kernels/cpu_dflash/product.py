@@ -21,7 +21,17 @@ def naive(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def compiled(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``naive`` for float32 ``x`` on a CPU; ``weight`` is float32 or bfloat16, and contiguous."""
+    """``naive`` for float32 ``x`` on a CPU; ``weight`` is float32 or bfloat16, and contiguous.
+    Raises ``ValueError`` for what does not fit: the compiled code would read on."""
+    if (
+        x.dtype != torch.float32
+        or x.dim() != 2
+        or x.shape[1] != weight.shape[1]
+        or (bias is not None and bias.shape != weight.shape[:1])
+    ):
+        raise ValueError(
+            f"x {list(x.shape)} in {x.dtype} does not fit {list(weight.shape)}; float32 [n, {weight.shape[1]}] would"
+        )
     x = x.contiguous()
     y = torch.empty(len(x), len(weight))
     call = sized(library()).few_rows_product

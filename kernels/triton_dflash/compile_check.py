@@ -23,11 +23,18 @@ from unittest import mock
 
 import torch
 
-from triton_dflash import block_attention, compact_path, context_kv, forced, verify_greedy, verify_rejection
+from triton_dflash import (
+    block_attention,
+    block_kv,
+    compact_path,
+    context_kv,
+    forced,
+    swiglu,
+    verify_greedy,
+    verify_rejection,
+)
 
 CAPABILITIES = (80, 90)
-CALLS: dict[str, Callable[[], Any]] = {}
-"""Calls that between them compile every kernel, by name."""
 
 
 @dataclass(frozen=True)
@@ -104,46 +111,43 @@ def described(call: str, capability: int, kernel: Any) -> Compiled:
     return Compiled(call, kernel.metadata.name, capability, used["REG"], used["STACK"], kernel.metadata.shared, order)
 
 
-def call(name: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
-    def keep(function: Callable[[], Any]) -> Callable[[], Any]:
-        CALLS[name] = function
-        return function
-
-    return keep
+START = torch.ones(1, dtype=torch.int32)
 
 
-def attention(heads: int, groups: int, n: int, S: int, d: int, dtype: torch.dtype, **kind: Any) -> None:
-    cache = torch.zeros(2, groups, S, d, dtype=dtype)
-    if kind.pop("tree", False):
-        kind["ancestors"] = torch.ones(n, n, dtype=torch.bool)
-    block_attention(torch.zeros(heads, n, d, dtype=dtype), cache[0], cache[1], **kind)
+def attention(heads: int, groups: int, n: int, C: int, d: int, dtype: torch.dtype, window: int | None = None) -> None:
+    keys, values = torch.zeros(2, groups, C, d, dtype=dtype)
+    bits = torch.ones(n, dtype=torch.int64)
+    block_attention(torch.zeros(heads, n, d, dtype=dtype), keys, values, START, bits, window)
 
 
-@call("context_kv")
-def _context_kv() -> None:
-    half = torch.zeros(16, 64)
-    cache = torch.zeros(2, 2, 2, 64, 128, dtype=torch.bfloat16)
-    mixed = torch.zeros(16, 2 * 2 * 2 * 128, dtype=torch.bfloat16)
-    context_kv(mixed, torch.zeros(2, 128, dtype=torch.bfloat16), half, half, cache, 16, 1e-6)
+def turning(heads: int, groups: int, d: int, rotated: int, dtype: torch.dtype, normed: bool, tree: bool) -> None:
+    table, weight = torch.zeros(64, rotated // 2), torch.zeros(d, dtype=dtype) if normed else None
+    mixed, cache = torch.zeros(16, (heads + 2 * groups) * d, dtype=dtype), torch.zeros(2, groups, 64, d, dtype=dtype)
+    depth = torch.zeros(16, dtype=torch.int32) if tree else None
+    block_kv(mixed, weight, weight, table, table, cache, START, 1e-6, depth)
 
 
-@call("context_kv, d 80, half of it rotated")
-def _context_kv_partial() -> None:
-    half = torch.zeros(16, 20)
-    mixed, cache = torch.zeros(16, 2 * 80), torch.zeros(1, 2, 1, 64, 80)
-    context_kv(mixed, torch.zeros(1, 80), half, half, cache, 16, 1e-6)
+def context() -> None:
+    table, weights = torch.zeros(64, 64), torch.zeros(2, 128, dtype=torch.bfloat16)
+    mixed, cache = torch.zeros(16, 1024, dtype=torch.bfloat16), torch.zeros(2, 2, 2, 64, 128, dtype=torch.bfloat16)
+    context_kv(mixed, weights, table, table, cache, START, 1e-6)
 
 
-CALLS |= {
+CALLS: dict[str, Callable[[], Any]] = {
+    "context_kv": context,
+    "block_kv": lambda: turning(4, 2, 128, 128, torch.bfloat16, normed=True, tree=True),
+    "block_kv, no norm": lambda: turning(9, 3, 64, 64, torch.bfloat16, normed=False, tree=False),
+    "block_kv, d 80, half of it rotated": lambda: turning(2, 1, 80, 40, torch.float32, normed=True, tree=False),
     "attention, d 128": lambda: attention(8, 2, 16, 4096, 128, torch.bfloat16),
-    "attention, d 128, causal": lambda: attention(8, 2, 16, 4096, 128, torch.bfloat16, causal=True),
-    "attention, d 128, one row": lambda: attention(8, 2, 1, 4096, 128, torch.bfloat16, causal=True),
-    "attention, d 128, tree of 64": lambda: attention(8, 2, 64, 4096, 128, torch.float16, tree=True),
-    "attention, d 64, window": lambda: attention(3, 1, 16, 4096, 64, torch.bfloat16, causal=True, window=2048),
+    "attention, d 128, one row": lambda: attention(8, 2, 1, 4096, 128, torch.bfloat16),
+    "attention, d 128, 64 rows": lambda: attention(8, 2, 64, 4096, 128, torch.float16),
+    "attention, d 128, 8 rows": lambda: attention(8, 2, 8, 4096, 128, torch.float16),
+    "attention, d 64, window": lambda: attention(3, 1, 16, 4096, 64, torch.bfloat16, window=2048),
+    "attention, d 128, window": lambda: attention(8, 2, 16, 4096, 128, torch.bfloat16, window=2048),
     "attention, d 256": lambda: attention(8, 1, 16, 4096, 256, torch.bfloat16),
     "attention, d 128, float32": lambda: attention(8, 2, 16, 4096, 128, torch.float32),
-    "attention, d 256, float32": lambda: attention(8, 1, 16, 4096, 256, torch.float32, tree=True),
-    "attention, d 128, tree of 8": lambda: attention(8, 2, 8, 4096, 128, torch.float16, tree=True),
+    "attention, d 256, float32": lambda: attention(8, 1, 16, 4096, 256, torch.float32),
+    "swiglu": lambda: swiglu(torch.zeros(16, 2 * 1536, dtype=torch.bfloat16)),
     "greedy": lambda: verify_greedy(torch.zeros(16, 9000, dtype=torch.bfloat16), torch.zeros(15).long()),
     "greedy, 256 rows": lambda: verify_greedy(torch.zeros(256, 9000), torch.zeros(255).long()),
     "rejection": lambda: verify_rejection(
@@ -153,8 +157,12 @@ CALLS |= {
     "rejection, one-hot": lambda: verify_rejection(
         torch.zeros(16, 150_000), torch.zeros(15).long(), None, torch.zeros(2, 16, dtype=torch.float64), 1.0
     ),
-    "compact": lambda: compact_path(torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16), 8, torch.arange(9)),
+    "compact": lambda: compact_path(torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16), START, torch.arange(9)),
+    "compact, part of a path": lambda: compact_path(
+        torch.zeros(4, 2, 2, 64, 128, dtype=torch.bfloat16), START, torch.arange(9, dtype=torch.int32), START
+    ),
 }  # fmt: skip
+"""Calls that between them compile every kernel, by name."""
 
 
 def main(calls: Sequence[str]) -> int:

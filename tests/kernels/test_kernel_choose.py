@@ -13,7 +13,7 @@ import torch
 import triton_dflash
 from triton_dflash import choose, forced, language, use_kernels
 
-NAMES = ["block_attention", "compact_path", "context_kv", "verify_greedy", "verify_rejection"]
+NAMES = ["block_attention", "block_kv", "compact_path", "context_kv", "swiglu", "verify_greedy", "verify_rejection"]
 
 WITHOUT_TRITON = """
 import logging, sys
@@ -26,7 +26,7 @@ logging.basicConfig(level=logging.INFO, format="%(message)s")
 assert not use_kernels("cpu") and not use_kernels("cuda")
 assert verify_greedy(torch.eye(3), torch.tensor([0, 2])).tolist() == [1, 1, 1, 0, 2]
 cache = torch.arange(12.0).view(1, 4, 3)
-compact_path(cache, 1, torch.tensor([0, 2]))
+compact_path(cache, torch.tensor([1]), torch.tensor([0, 2]))
 assert cache[0, 2].tolist() == [9, 10, 11]
 try:
     with forced(True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32, assert_as_good, name_of
+from kernel_cases import BF16, F16, F32, assert_as_good, at, name_of, turned_exactly
 from tiny_models import make_config
 from torch import Tensor
 from torch_dflash.modeling import DraftModel
@@ -13,65 +13,71 @@ from triton_dflash import context_kv
 from triton_dflash.context_kv import fused, naive
 
 EPS = 1e-6
-CASES = [  # n tokens, L layers, g heads, d, r rotated channels, type, where the tokens start
-    (97, 2, 2, 64, 64, F32, 0),
-    (5, 3, 1, 80, 40, BF16, 4),
-    (257, 1, 1, 96, 96, F16, 31),
-    (1025, 1, 1, 128, 128, BF16, 1),
-    (16, 1, 8, 256, 64, F32, 16),
-    (1, 5, 2, 128, 128, F16, 97),
-    (33, 2, 1, 80, 80, F32, 7),
+CASES = [  # n tokens, L layers, g heads, d, r rotated channels, type, where the tokens start, in a tree
+    (97, 2, 1, 128, 128, F32, 0, False),
+    (5, 3, 1, 80, 40, BF16, 4, True),
+    (257, 1, 1, 96, 96, F16, 31, False),
+    (1025, 1, 1, 64, 64, BF16, 1, False),
+    (16, 1, 8, 256, 64, F32, 16, True),
+    (1, 5, 2, 128, 128, F16, 97, False),
+    (33, 2, 1, 80, 80, F32, 7, False),
 ]
 
 
-def exactly(mixed: Tensor, weights: Tensor, cos: Tensor, sin: Tensor, shape: torch.Size) -> Tensor:
-    """[L, 2, g, n, d] in float64, head by head as the formula says."""
-    layers, _, groups, _, d = shape
-    half = cos.shape[1]
-    both = mixed.double().view(len(mixed), layers, 2, groups, d)
-    out = torch.empty(layers, 2, groups, len(mixed), d, dtype=torch.float64)
-    for layer in range(layers):
-        for head in range(groups):
-            k = both[:, layer, 0, head]
-            k = k / (k.square().mean(-1, keepdim=True) + EPS).sqrt() * weights[layer].double()
-            for i in range(half):
-                c, s = cos[:, i].double(), sin[:, i].double()
-                out[layer, 0, head, :, i] = k[:, i] * c - k[:, half + i] * s
-                out[layer, 0, head, :, half + i] = k[:, half + i] * c + k[:, i] * s
-            out[layer, 0, head, :, 2 * half :] = k[:, 2 * half :]
-            out[layer, 1, head] = both[:, layer, 1, head]
-    return out
-
-
-@pytest.mark.parametrize(("n", "layers", "groups", "d", "rotated", "dtype", "start"), CASES, ids=name_of)
+@pytest.mark.parametrize(("n", "layers", "groups", "d", "rotated", "dtype", "start", "tree"), CASES, ids=name_of)
 def test_keys_and_values(
-    n: int, layers: int, groups: int, d: int, rotated: int, dtype: torch.dtype, start: int, device: str
+    n: int, layers: int, groups: int, d: int, rotated: int, dtype: torch.dtype, start: int, tree: bool, device: str
 ) -> None:
     torch.manual_seed(n)
     wider = torch.randn(n, layers * 2 * groups * d + 8).to(dtype)
     mixed = wider[:, :-8]  # its rows lie further apart than they are long
     weights = (1 + torch.randn(layers, d) / 4).to(dtype)
-    angles = torch.rand(n, rotated // 2) * 6
+    angles = torch.rand(start + n, rotated // 2) * 6
     cos, sin = angles.cos(), angles.sin()
+    depth = torch.randint(0, n, (n,), dtype=torch.int32) if tree else None
     poisoned = torch.full((layers, 2, groups, start + n + 3, d), torch.nan, dtype=dtype)
     found, plain = poisoned.to(device), poisoned.clone()
-    on_device = wider.to(device)[:, :-8], *(x.to(device) for x in (weights, cos, sin))
-    fused(*on_device, found, start, EPS)
-    naive(mixed, weights, cos, sin, plain, start, EPS)
+    on_device = [None if x is None else x.to(device) for x in (weights, cos, sin, depth)]
+    fused(wider.to(device)[:, :-8], *on_device[:3], found, at(start, device), EPS, on_device[3])
+    naive(mixed, weights, cos, sin, plain, at(start), EPS, depth)
     found = found.cpu()
     for cache in (found, plain):
         assert cache[..., :start, :].isnan().all() and cache[..., start + n :, :].isnan().all(), "written elsewhere"
-    exact = exactly(mixed, weights, cos, sin, poisoned.shape)
+    places = start + (torch.arange(n) if depth is None else depth)
+    both = mixed.view(n, layers, 2, groups, d).permute(1, 2, 3, 0, 4)
+    exact = turned_exactly(both[:, 0], weights[:, None, None], cos[places], sin[places], EPS)
     written = slice(start, start + n)
-    assert_as_good(found[:, 0, :, written], plain[:, 0, :, written], exact[:, 0])
-    assert torch.equal(found[:, 1, :, written], plain[:, 1, :, written]), "values are copied as they are"
+    assert_as_good(found[:, 0, :, written], plain[:, 0, :, written], exact)
+    assert torch.equal(found[:, 1, :, written], both[:, 1]), "values are copied as they are"
+    assert torch.equal(plain[:, 1, :, written], both[:, 1])
+
+
+def test_a_launch_serves_every_start(device: str) -> None:
+    cache, start = torch.full((1, 2, 1, 30, 64), torch.nan, device=device), at(0, device)
+    mixed, weights, table = (torch.randn(*shape, device=device) for shape in ((4, 128), (1, 64), (30, 32)))
+    for place in (3, 20, 7):
+        start.fill_(place)
+        fused(mixed, weights, table, table, cache, start, EPS)
+    filled = cache.cpu()[0, 1, 0].isfinite().all(-1).nonzero()[:, 0].tolist()
+    assert filled == [*range(3, 11), *range(20, 24)]
+    for place in (3, 20):
+        assert torch.equal(cache[0, 1, 0, place : place + 4], mixed[:, 64:])
+    assert not torch.equal(cache[0, 0, 0, 20:24], cache[0, 0, 0, 7:11]), "each turned by its own position"
 
 
 def test_no_tokens_write_nothing(device: str) -> None:
     cache = torch.full((1, 2, 1, 4, 64), torch.nan, device=device)
-    nothing = torch.empty(0, 32, device=device)
-    fused(torch.empty(0, 128, device=device), torch.ones(1, 64, device=device), nothing, nothing, cache, 2, EPS)
+    table = torch.ones(4, 32, device=device)
+    fused(torch.empty(0, 128, device=device), torch.ones(1, 64, device=device), table, table, cache, at(2, device), EPS)
     assert cache.isnan().all()
+
+
+@pytest.mark.parametrize("write", [fused, naive])
+@pytest.mark.parametrize(("n", "width"), [(3, 64), (5, 128)])
+def test_what_does_not_fit_is_refused(write, n: int, width: int) -> None:
+    table = torch.ones(8, 32)
+    with pytest.raises(ValueError, match="does not fit a cache"):
+        write(torch.zeros(n, width), torch.ones(1, 64), table, table, torch.zeros(1, 2, 1, 4, 64), at(0), EPS)
 
 
 def test_the_drafter_computes_the_same(device: str) -> None:
@@ -83,12 +89,14 @@ def test_the_drafter_computes_the_same(device: str) -> None:
     torch.manual_seed(3)
     context = torch.randn(1, 9, config.hidden_size)
     weight, _ = model.stacked_kv()
-    tables = Rotary(config.rope, config.head_dim).range(5, 14)
-    expected = torch.stack([torch.stack(both)[:, 0] for both in model.context_kv(context, tables)])
-    arguments = [context[0] @ weight.T, torch.stack([layer.self_attn.k_norm.weight for layer in model.layers]), *tables]
+    rotary = Rotary(config.rope, config.head_dim)
+    both = model.context_kv(context, rotary.range(5, 14))
+    expected = torch.stack([torch.stack(pair)[:, 0] for pair in both])
+    weights = torch.stack([layer.self_attn.k_norm.weight for layer in model.layers])
+    arguments: list[Tensor] = [context[0] @ weight.T, weights, *rotary.range(0, 14)]
     cache = torch.full((*expected.shape[:3], 20, expected.shape[-1]), torch.nan)
-    naive(*arguments, cache, 5, config.rms_norm_eps)
+    naive(*arguments, cache, at(5), config.rms_norm_eps)
     assert torch.equal(cache[..., 5:14, :], expected)
     on_device = torch.full_like(cache, torch.nan, device=device)
-    context_kv(*(x.to(device) for x in arguments), on_device, 5, config.rms_norm_eps)
+    context_kv(*(x.to(device) for x in arguments), on_device, at(5, device), config.rms_norm_eps)
     torch.testing.assert_close(on_device.cpu()[..., 5:14, :], expected)
