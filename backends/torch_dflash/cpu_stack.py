@@ -128,6 +128,7 @@ class ContextWriter:
         rotated: int,
     ) -> None:  # fmt: skip
         self._library = sized(library())
+        fc, norm, kv, *k_norms = (weight.detach() for weight in (fc, norm, kv, *k_norms))  # what stays where it lies
         self._kept = (fc, norm, kv, kv_bias, *k_norms)
         self._norms = (ctypes.c_void_p * len(k_norms))(*(address(weight) for weight in k_norms))
         self._scratch = Scratch()
@@ -163,6 +164,7 @@ class Chooser:
 
     def __init__(self, head: Tensor, norm: Tensor, eps: float) -> None:
         self._library = sized(library())
+        head, norm = head.detach(), norm.detach()  # what stays where it lies
         narrow = narrow_copy(head)
         error = max(float((part - part.bfloat16()).norm(dim=1).max()) for part in head.split(AT_ONCE))
         self._kept, self._hidden = (head, narrow, norm), head.shape[1]

@@ -105,6 +105,7 @@ class NativeTarget:
         tapped = [states[index] for index in self.layer_ids if index in states]
         return (logits, torch.cat(tapped, dim=-1)) if len(tapped) == len(self.layer_ids) else (logits,)
 
+    @torch.inference_mode()
     def keep(self, path: Sequence[int]) -> None:
         """As in ``dflash.interfaces.Target``; of a tree, a path from its root down. Raises ``BackendError``."""
         kept = leading(path, self._last) if self._tree is None else self._tree.check_path(path)

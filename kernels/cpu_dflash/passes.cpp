@@ -24,7 +24,8 @@ constexpr int LANES = 16, OUTS = 4, ROWS = 4, NARROW_OUTS = 4, NARROW_ROWS = 4, 
 #else
 constexpr int LANES = 8, OUTS = 2, ROWS = 4, NARROW_OUTS = 1, NARROW_ROWS = 8, MIXED = 2;
 #endif
-constexpr int STRETCH = 256;  // keys whose softmax is computed together
+constexpr int STRETCH = 256;  // positions whose keys' softmax is computed together
+constexpr int WIDTH = STRETCH + 64;  // scores of a stretch: several rows of a tree share a position
 constexpr int KEYS = 2 * LANES;  // keys of a tile of scores
 constexpr int NEAR = 256;  // scores of which it is asked whether one comes near the best
 constexpr int QUERIES = LANES == 16 ? 12 : 6;  // of a tile of scores: twice as many sums in registers
@@ -329,7 +330,7 @@ struct Sizes {
 Sizes sizes_of(const Stack& s, int64_t n, int64_t end) {
     const int64_t stretches = (end + STRETCH - 1) / STRETCH, rows = s.heads * n;
     return {n * (s.heads + 2 * s.groups) * s.head_dim, rows * s.head_dim, n * s.intermediate,
-            stretches * rows * s.head_dim, stretches * rows, n * s.hidden, s.heads / s.groups * n * STRETCH,
+            stretches * rows * s.head_dim, stretches * rows, n * s.hidden, s.heads / s.groups * n * WIDTH,
             s.head_dim * KEYS};
 }
 
@@ -406,8 +407,8 @@ inline void score_tiles(const Query& query, int64_t from, int64_t to, const floa
             }
         }
         for (int q = 0; q < Q; ++q) {
-            store(scores + (from + q) * STRETCH, sums[q][0] * scale);
-            store(scores + (from + q) * STRETCH + LANES, sums[q][1] * scale);
+            store(scores + (from + q) * WIDTH, sums[q][0] * scale);
+            store(scores + (from + q) * WIDTH + LANES, sums[q][1] * scale);
         }
     }
     if constexpr (Q > 1) score_tiles<Q == 3 ? 1 : Q / 2>(query, from, to, turned, d, scale, scores);
@@ -423,7 +424,7 @@ inline void mix_tile(const float* shares, const float* values, int64_t count, in
             __builtin_prefetch(soon + j * d + c * LANES);
         }
         for (int q = 0; q < Q; ++q) {
-            const Lanes share = filled(shares[q * STRETCH + j]);
+            const Lanes share = filled(shares[q * WIDTH + j]);
             for (int c = 0; c < D; ++c) sums[q][c] = fused(share, value[c], sums[q][c]);
         }
     }
@@ -436,7 +437,7 @@ template <int Q>
 inline void mix(int64_t from, int64_t to, const float* scores, const float* values, int64_t count, int64_t d, const float* soon,
                 float* outs) {
     for (; from + Q <= to; from += Q) {
-        const float* shares = scores + from * STRETCH;
+        const float* shares = scores + from * WIDTH;
         float* out = outs + from * d;
         int64_t c = 0;
         for (; c + MIXED * LANES <= d; c += MIXED * LANES) mix_tile<Q, MIXED>(shares, values + c, count, d, soon + c, out + c);
@@ -445,7 +446,7 @@ inline void mix(int64_t from, int64_t to, const float* scores, const float* valu
         Lanes sums[Q] = {};
         for (int64_t j = 0; j < count; ++j) {
             const Lanes value = load_some(values + j * d + c, d - c);
-            for (int q = 0; q < Q; ++q) sums[q] = fused(filled(shares[q * STRETCH + j]), value, sums[q]);
+            for (int q = 0; q < Q; ++q) sums[q] = fused(filled(shares[q * WIDTH + j]), value, sums[q]);
         }
         for (int q = 0; q < Q; ++q) memcpy(out + q * d + c, &sums[q], (d - c) * sizeof(float));
     }
@@ -457,8 +458,16 @@ inline void mix(int64_t from, int64_t to, const float* scores, const float* valu
 void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scratch& b, const float* keys,
                     const float* values, int64_t group, int64_t stretch) {
     const int64_t d = s.head_dim, ratio = s.heads / s.groups, row_step = (s.heads + 2 * s.groups) * d;
-    const int64_t first = stretch * STRETCH, end = p.start + p.n;
-    const int64_t last = first + STRETCH < end ? first + STRETCH : end, count = last - first;
+    const int64_t border = stretch * STRETCH, beyond = border + STRETCH;
+    int64_t low = p.n, high = 0;  // rows of the pass at positions of this stretch, and in a tree some others
+    bool chain = true;
+    for (int64_t m = 0; m < p.n; ++m) {
+        const int64_t at = p.start + p.depth[m];
+        chain = chain && p.depth[m] == m;
+        if (at >= border && at < beyond) low = m < low ? m : low, high = m + 1;
+    }
+    const int64_t first = border < p.start ? border : p.start + low;
+    const int64_t last = high ? p.start + high : beyond < p.start ? beyond : p.start, count = last - first;
     const int64_t queries = ratio * p.n;
     const int64_t* bits = p.bits + layer.sight * p.n;
     const float scale = 1.0f / std::sqrt((float)d), nothing = -std::numeric_limits<float>::infinity();
@@ -466,7 +475,7 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
         return b.mixed + q / ratio * row_step + (group * ratio + q % ratio) * d;
     };
     const int64_t slot = (stretch * s.groups + group) * queries;
-    if (layer.window && last <= p.start - layer.window + 1) {  // out of everybody's sight
+    if (count <= 0 || (layer.window && last <= p.start - layer.window + 1)) {  // out of everybody's sight
         for (int64_t q = 0; q < queries; ++q) b.tops[slot + q] = nothing;
         return;
     }
@@ -476,7 +485,7 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
     }
     for (int64_t q = 0; q < queries; ++q) {
         const int64_t row = q / ratio;
-        float* scores = b.scores + q * STRETCH;
+        float* scores = b.scores + q * WIDTH;
         int64_t hidden = 0;  // keys of the context too far back
         if (layer.window) {
             hidden = p.start + p.depth[row] - layer.window + 1 - first;
@@ -485,8 +494,11 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
             hidden = hidden < context ? hidden : context;
         }
         for (int64_t j = 0; j < hidden; ++j) scores[j] = nothing;
-        for (int64_t j = p.start > first ? p.start - first : 0; j < count; ++j)
-            if (!((uint64_t)bits[row] >> (first + j - p.start) & 1)) scores[j] = nothing;
+        const int64_t own = p.start > first ? p.start - first : 0;  // the first key of the pass itself
+        for (int64_t j = own; j < count; ++j) {
+            const int64_t m = first + j - p.start, at = p.start + p.depth[m];
+            if (!((uint64_t)bits[row] >> m & 1) || at < border || at >= beyond) scores[j] = nothing;
+        }
         for (int64_t j = count; j % LANES; ++j) scores[j] = nothing;
         const float highest = largest(scores, count);
         const float level = highest == nothing ? 0.0f : highest;
@@ -494,12 +506,17 @@ void attend_stretch(const Stack& s, const Layer& layer, const Pass& p, const Scr
         for (int64_t j = 0; j < count; j += LANES) {
             const Lanes share = exponential(load(scores + j) - level);
             store(scores + j, share);
-            total += share;
+            if (chain || j + LANES <= own) {
+                total += share;
+                continue;
+            }
+            for (int64_t k = j; k < j + LANES && k < count; ++k)  // a key's lane is that of its position
+                total[(k < own ? k : p.start + p.depth[first + k - p.start]) % LANES] += scores[k];
         }
         b.tops[slot + q] = highest;
         b.totals[slot + q] = sum(total);
     }
-    mix<6>(0, queries, b.scores, values + first * d, count, d, keys + (first + STRETCH) * d, b.parts + slot * d);
+    mix<6>(0, queries, b.scores, values + first * d, count, d, keys + last * d, b.parts + slot * d);
 }
 
 // attended[row, head] = the stretches' sums, weighted by how high their scores are.
