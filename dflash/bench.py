@@ -17,7 +17,7 @@ from dflash.errors import PromptError, UsageError
 from dflash.metrics import Metrics, break_even, per_prompt
 from dflash.prompts import EvalPrompt, PromptSet
 from dflash.tokenizer import Prompt
-from dflash.types import GenerationResult, SamplingParams
+from dflash.types import DRAFT_POLICIES, GenerationResult, SamplingParams
 
 ARMS = ("plain", "dflash")
 WARM_UP_TOKENS = 16
@@ -192,6 +192,7 @@ def request_facts(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     return {
         "block_size": options.get("block_size") or engine.drafter.config.block_size,
         "verify": options.get("verify") or ("greedy" if sampling.greedy else "match"),
+        "draft_policy": options.get("draft_policy", DRAFT_POLICIES[0]),
         "sampling": asdict(sampling),
         "max_new_tokens": options["max_new_tokens"],
     }

@@ -12,8 +12,9 @@ import operator
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
-from typing import Any
+from typing import Any, Literal
 
+from dflash.controller import Controller
 from dflash.detokenizer import TextStream
 from dflash.errors import PromptError, UsageError
 from dflash.fallback import Fallback
@@ -21,7 +22,8 @@ from dflash.generation import Generation, OnDevice
 from dflash.interfaces import Backend, Clock, Drafter, Target, Verifier
 from dflash.stopping import Stopper, all_stop_ids
 from dflash.tokenizer import Prompt, Tokenizer
-from dflash.types import GenerationResult, SamplingParams, StepEvent
+from dflash.types import DRAFT_POLICIES, GenerationResult, SamplingParams, StepEvent
+from dflash.uniforms import Uniforms
 
 DEFAULT_MAX_NEW_TOKENS = 256
 
@@ -38,6 +40,8 @@ class Request:
     speculate: bool
     detail: bool
     fallback: Fallback | None = None
+    controller: Controller | None = None
+    draws: Uniforms | None = None  # what slots are sampled with; None: their likeliest tokens are taken
 
 
 class Engine:
@@ -65,6 +69,7 @@ class Engine:
         self.facts = dict(facts or {})
         self.notes: list[str] = []
         self._running: Generation | None = None
+        self._controller: Controller | None = None
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -80,8 +85,9 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
         verify: str | None = None,
+        draft_policy: str = "argmax",
         speculate: bool = True,
         detail: bool = False,
         raw: bool = False,
@@ -96,6 +102,7 @@ class Engine:
             ignore_eos=ignore_eos,
             block_size=block_size,
             verify=verify,
+            draft_policy=draft_policy,
             speculate=speculate,
             detail=detail,
             raw=raw,
@@ -110,8 +117,9 @@ class Engine:
         stop: str | Sequence[str] | None = None,
         stop_token_ids: Sequence[int] | None = None,
         ignore_eos: bool = False,
-        block_size: int | None = None,
+        block_size: int | Literal["auto"] | None = None,
         verify: str | None = None,
+        draft_policy: str = "argmax",
         speculate: bool = True,
         detail: bool = False,
         raw: bool = False,
@@ -120,16 +128,23 @@ class Engine:
 
         ``prompt``: a text (one user message where the tokenizer has a chat template; ``raw``: as it is), messages, or
         token ids. ``stop`` strings and ``stop_token_ids`` add to the model's own stop ids; ``ignore_eos`` leaves those
-        out. ``block_size`` counts the anchor (default: the drafter's). ``verify``: a rule of the backend (default:
-        ``greedy`` at temperature 0, else ``match``). ``detail`` adds probabilities to the events.
+        out. ``block_size`` counts the anchor (default: the drafter's; ``auto``: chosen each round by measured costs and
+        recent acceptance promise, a plain step where that is faster). ``verify``: a rule of the backend
+        (default: ``greedy`` at temperature 0, else ``match``; at temperature 0 every rule is ``greedy``).
+        ``draft_policy``: what the drafter puts forward, its likeliest tokens (``argmax``) or, at temperature > 0, a
+        ``sample`` of its distribution, shaped by ``sampling`` like the target's. ``detail`` adds probabilities to the
+        events.
         Raises ``UsageError`` or ``PromptError``."""
         sampling, run = sampling or SamplingParams(), self.backend.run
         rule = self._rule(verify, sampling)
+        if draft_policy not in DRAFT_POLICIES:
+            raise UsageError(f"draft_policy is {draft_policy!r}; there are {', '.join(DRAFT_POLICIES)}")
         strings = [stop] if isinstance(stop, str) else list(stop or ())
         notes = list(self.notes)
         ids = self._prompt_ids(prompt, raw)
         budget = self._budget(ids, max_new_tokens, notes)
-        block = self._block_size(block_size, notes)
+        auto = speculate and block_size == "auto"
+        block = self._block_size(None if block_size == "auto" else block_size, notes)
         if strings and (self.tokenizer is None or not all(strings)):
             raise UsageError("stop strings need a tokenizer, and none of them may be empty")
         text = TextStream(self.tokenizer.decode, strings) if self.tokenizer else None
@@ -146,7 +161,9 @@ class Engine:
             block_size=block,
             speculate=speculate,
             detail=detail,
-            fallback=Fallback(notes) if self.fallback and speculate else None,
+            fallback=Fallback(notes) if self.fallback and speculate and not auto else None,
+            controller=self._controlled() if auto else None,
+            draws=Uniforms(sampling.seed, "draft") if draft_policy == "sample" and not sampling.greedy else None,
         )
         self.end_running()
         run(lambda: self.backend.reset_peak_memory(self.target))
@@ -173,16 +190,33 @@ class Engine:
         clock = self.backend.clock(self.target, exact=request.detail)
         yield (event := self._prefill(request, clock))
         position, index = len(request.prompt), 1
+        controller = request.controller
+        if controller:
+            controller.begin()
         while request.stopper.reason is None:
-            anchor = event.committed[-1]
-            speculate = self.target.tapping and not (request.fallback and request.fallback.wants_plain())
-            event = replace(self._round(request, clock, anchor, speculate), index=index, position=position)
+            plan = controller.plan(position, request.stopper.left) if controller else None
+            count = min(plan.draft if plan else self._draft_length(request), request.stopper.left)
+            event = replace(self._round(request, clock, event.committed[-1], count), index=index, position=position)
             position, index = position + len(event.committed), index + 1
             if self.check:
                 self._check(position)
-            if request.fallback and request.fallback.has_lost(event):
+            if controller and plan:
+                controller.learn(event, plan)
+                event = replace(event, plan=plan.to_dict())
+            if (plan and not plan.observe) or (request.fallback and request.fallback.has_lost(event)):
                 self.target.tapping = False
             yield event
+
+    def _controlled(self) -> Controller:
+        """What plans the rounds of all requests: costs and acceptance that it has seen outlive one."""
+        if self._controller is None:
+            self._controller = Controller(self.drafter.config.block_size - 1)
+        return self._controller
+
+    def _draft_length(self, request: Request) -> int:
+        """How many slots to draft where no controller decides; 0 for a plain step."""
+        plain = not self.target.tapping or (request.fallback and request.fallback.wants_plain())
+        return 0 if plain else request.block_size - 1
 
     def _prefill(self, request: Request, clock: Clock) -> StepEvent:
         """The prompt through the target in chunks, its features into the drafter, and the first token."""
@@ -202,13 +236,14 @@ class Engine:
         committed = request.stopper.cut((verdict.next_token,))
         return StepEvent("prefill", 0, len(request.prompt) - 1, anchor, (), 0, committed, None, 0.0, seconds, 0.0)
 
-    def _round(self, request: Request, clock: Clock, anchor: int, speculate: bool) -> StepEvent:
-        """One round (or, without a draft, one plain step) of the paper."""
+    def _round(self, request: Request, clock: Clock, anchor: int, count: int) -> StepEvent:
+        """One round of the paper with ``count`` slots; without any, one plain step."""
         target, drafter, stopper = self.target, self.drafter, request.stopper
         begun, before_draft = clock.now(), clock.mark()
-        if speculate:
-            count = min(request.block_size - 1, stopper.left)
-            proposal = drafter.propose(anchor, count, request.sampling, detail=request.detail)
+        if count:
+            proposal = drafter.propose(
+                anchor, count, request.sampling, detail=request.detail, **self._drawing(request, count)
+            )
         else:
             proposal = self.backend.proposal([anchor], target)
         after_draft = clock.mark()
@@ -222,22 +257,29 @@ class Engine:
         target.keep(range(kept))
         if target.tapping:
             drafter.observe(output.features, kept)
-        draft_seconds = clock.seconds(before_draft, after_draft) if speculate else 0.0
+        draft_seconds = clock.seconds(before_draft, after_draft) if count else 0.0
         return StepEvent(
-            kind="round" if speculate else "plain",
+            kind="round" if count else "plain",
             index=0,
             position=0,
             anchor=anchor,
             drafted=verdict.drafted,
             accepted=min(accepted, kept),
             committed=committed,
-            next_kind=verdict.kind if speculate and kept > accepted else None,
+            next_kind=verdict.kind if count and kept > accepted else None,
             draft_seconds=draft_seconds,
             verify_seconds=verified - begun - draft_seconds,
             overhead_seconds=clock.now() - verified,
             draft_probs=verdict.draft_probs,
             target_probs=verdict.target_probs,
         )
+
+    def _drawing(self, request: Request, count: int) -> dict[str, Any]:
+        """What a drafter needs to sample the next ``count`` slots; nothing where it need not."""
+        if request.draws is None:
+            return {}
+        first = self.target.length - len(request.prompt) + 1  # output position of slot 1; the anchor's is one less
+        return {"uniforms": request.draws.range(first, first + count)}
 
     def _check(self, newest: int) -> None:
         """All committed tokens but the newest, at index ``newest``, are in the target and in the drafter's context."""
@@ -272,7 +314,7 @@ class Engine:
             notes.append(f"the target's context leaves room for {room} of the {max_new_tokens} tokens asked for")
         return int(min(max_new_tokens, room))
 
-    def _block_size(self, block_size: int | None, notes: list[str]) -> int:
+    def _block_size(self, block_size: int | str | None, notes: list[str]) -> int:
         made_for = self.drafter.config.block_size
         if block_size is None:
             return made_for

@@ -64,8 +64,20 @@ class Drafter(Protocol):
         """The first ``token_count`` rows of ``features`` [n, K*H] belong to committed tokens: take them in."""
         ...
 
-    def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
-        """Draft ``count`` tokens after ``anchor``. ``detail`` adds the drafter's probability of each."""
+    def propose(
+        self,
+        anchor: int,
+        count: int,
+        sampling: SamplingParams,
+        *,
+        detail: bool = False,
+        uniforms: np.ndarray | None = None,
+    ) -> Proposal:
+        """Draft ``count`` tokens after ``anchor``: the likeliest of each slot, or with ``uniforms``, float64 [count] in
+        [0, 1), a sample of each by its number, from the draft logits after ``sampling``'s temperature (above 0), top-k
+        and top-p; the proposal then carries these distributions as ``q``.
+
+        ``detail`` adds the drafter's probability of each token: of a sample ``q``'s, else before any ``sampling``."""
         ...
 
     def logits(self, anchor: int, count: int) -> Array:

@@ -121,6 +121,7 @@ def _step(record: dict[str, Any]) -> StepEvent:
         and all(part is None or len(part) == len(step.drafted) for part in (step.draft_probs, step.target_probs))
         and all(abs(number) < _MOST for number in (*times, *chances))  # not true of what is no number
         and isinstance(step.text, str)
+        and isinstance(step.plan, dict | None)
     ):
         raise ValueError("the parts of a step contradict each other")
     return step

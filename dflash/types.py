@@ -22,6 +22,9 @@ StepKind = Literal["prefill", "round", "plain"]
 NextKind = Literal["correction", "bonus"]
 FinishReason = Literal["stop", "length", "cancelled"]
 
+DRAFT_POLICIES = ("argmax", "sample")
+"""How a drafter chooses a slot's token: its likeliest one, or a sample of its distribution, shaped as the target's."""
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -79,8 +82,9 @@ class Proposal:
     """What a drafter puts forward for one round.
 
     ``tokens`` [count] the drafted ids; ``block`` [1 + count] the anchor followed by them, which is what the target
-    verifies. ``probs`` [count] the drafter's probability of each drafted token (only when asked for). ``q`` and
-    ``candidates`` are room for rejection sampling (the drafter's distribution [count, V]) and trees.
+    verifies. ``probs`` [count] the drafter's probability of each drafted token (only when asked for). ``q`` [count, V]
+    are the distributions that the tokens were really drawn from, for rejection sampling; None where chance had no part
+    in them. ``candidates`` is room for trees.
     """
 
     tokens: Array
@@ -114,8 +118,9 @@ class StepEvent:
     ``kind``: ``prefill`` (the prompt, which yields the first token), ``round`` (drafted and verified) or ``plain``
     (one token without a draft). ``index`` counts steps from 0 (the prefill); ``position`` is the anchor's index in
     prompt + output. ``committed`` are the ids this step added to the output, cut at a stop or at the budget.
-    ``next_kind`` is None when that cut came before the correction or bonus. Times are seconds;
-    ``draft_seconds`` is 0, and part of ``verify_seconds``, where only a wait could have told (MLX without ``detail``).
+    ``next_kind`` is None when that cut came before the correction or bonus. ``plan`` is what a controller decided and
+    believed (``dflash.controller.Decision``), where one did. Times are seconds; ``draft_seconds`` is 0, and part of
+    ``verify_seconds``, where only a wait could have told (MLX without ``detail``).
     """
 
     kind: StepKind
@@ -132,13 +137,15 @@ class StepEvent:
     draft_probs: tuple[float, ...] | None = None
     target_probs: tuple[float, ...] | None = None
     text: str = ""
+    plan: dict[str, Any] | None = None
 
     @property
     def seconds(self) -> float:
         return self.draft_seconds + self.verify_seconds + self.overhead_seconds
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        record = asdict(self)
+        return record if self.plan is not None else {key: value for key, value in record.items() if key != "plan"}
 
     @classmethod
     def from_dict(cls, record: dict[str, Any]) -> StepEvent:

@@ -1,23 +1,28 @@
 """Whether an engine's samples follow the law of plain sampling, on any backend.
 
-The law of three tokens over a vocabulary of five is enumerated from its definition, and samples are held to it by a
+The law of a few tokens over a tiny vocabulary is enumerated from its definition, and samples are held to it by a
 chi-square test. One test in a thousand would fail by chance; the seeds are fixed, so none does."""
 
 from __future__ import annotations
+import __future__
 
 import copy
-import itertools
+import inspect
 import math
+import sys
+import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
-from tiny_models import PlannedDrafter, RuleTarget, chain_rule, make_config
+from tiny_models import PlannedDrafter, Rule, RuleTarget, chain_rule, make_config
 
 from dflash.engine import Engine
 from dflash.interfaces import Backend
-from dflash.types import SamplingParams
+from dflash.types import Proposal, SamplingParams
 
 VOCAB, LENGTH, PROMPT = 5, 3, [1, 3]
 RULE = chain_rule(VOCAB, seed=4, spread=1.2)
@@ -53,15 +58,20 @@ def shaped(logits: Sequence[float], sampling: SamplingParams) -> list[float]:
     return [weights[token] / total if token in kept else 0.0 for token in range(len(logits))]
 
 
-def law(sampling: SamplingParams) -> dict[tuple[int, ...], float]:
-    """The probability of every output of ``LENGTH`` tokens."""
-    chances = {}
-    for output in itertools.product(range(VOCAB), repeat=LENGTH):
-        chance, prefix = 1.0, list(PROMPT)
-        for token in output:
-            chance *= shaped(RULE(prefix).tolist(), sampling)[token]
-            prefix.append(token)
-        chances[output] = chance
+def law(
+    sampling: SamplingParams, rule: Rule = RULE, length: int = LENGTH, stop: Sequence[int] = ()
+) -> dict[tuple[int, ...], float]:
+    """The probability of every output of ``length`` tokens, or fewer where one of ``stop`` ends it."""
+    chances: dict[tuple[int, ...], float] = {(): 1.0}
+    for _ in range(length):
+        longer: dict[tuple[int, ...], float] = {}
+        for output, chance in chances.items():
+            if output and output[-1] in stop:
+                longer[output] = chance
+                continue
+            for token, share in enumerate(shaped(rule([*PROMPT, *output]).tolist(), sampling)):
+                longer[(*output, token)] = chance * share
+        chances = longer
     return chances
 
 
@@ -142,3 +152,102 @@ def _cheap(backend: Backend, verifier: Callable[[SamplingParams], Any] | None) -
     if verifier is not None:
         changed.verifier = lambda rule, sampling, target, *, detail=False: verifier(sampling)
     return changed
+
+
+# Drafts that chance has a part in ---------------------------------------------------------------------------------
+
+SMALL, FOUR = 4, 4
+SHARP = chain_rule(SMALL, seed=2, spread=0.8)
+_GUESS = chain_rule(SMALL, seed=9, spread=1.2)
+DRAWN: dict[str, dict[str, Any]] = {
+    "temperature 0.5": {"temperature": 0.5},
+    "temperature 1": {"temperature": 1.0},
+    "temperature 1.7": {"temperature": 1.7},
+    "temperature 1, top-k 2": {"temperature": 1.0, "top_k": 2},
+    "temperature 1, top-p 0.8": {"temperature": 1.0, "top_p": 0.8},
+    "temperature 1.7, top-k 3, top-p 0.85": {"temperature": 1.7, "top_k": 3, "top_p": 0.85},
+}
+Draw = Callable[[np.ndarray, SamplingParams, np.ndarray], tuple[Any, Any]]
+"""Draft logits [count, V] and uniform numbers [count] to tokens [count] and ``q`` [count, V], arrays of a backend."""
+
+
+@cache
+def _draft_logits(turn: int, last: tuple[int, ...], count: int) -> np.ndarray:
+    ids, rows = [0] * turn + list(last), []
+    for _ in range(count):
+        rows.append(0.5 * SHARP(ids) + _GUESS(ids))
+        ids.append(int(SHARP(ids).argmax()))
+    return np.stack(rows)
+
+
+class DrawingDrafter(PlannedDrafter):
+    """Drafts as one pass does: a slot's logits depend on the context and on no other slot's token. They are like the
+    target's, and unlike enough for each to rule out tokens that the other does not. ``draw`` samples them."""
+
+    def __init__(self, target: RuleTarget, draw: Draw, block_size: int) -> None:
+        super().__init__(target, lambda *_: [], make_config(block_size=block_size))
+        self._draw = draw
+
+    def propose(
+        self,
+        anchor: int,
+        count: int,
+        sampling: SamplingParams,
+        *,
+        detail: bool = False,
+        uniforms: np.ndarray | None = None,
+    ) -> Proposal:
+        context = [*self.context, anchor]
+        logits = _draft_logits((len(context) - 2) % 3, tuple(context[-2:]), count)
+        if uniforms is None:
+            return self.target.backend.proposal([anchor, *logits.argmax(-1).tolist()], self.target)
+        tokens, q = self._draw(logits, sampling, uniforms)
+        block = self.target.backend.proposal([anchor, *tokens.tolist()], self.target)
+        return Proposal(block.tokens, block.block, count, q=q)
+
+
+def sample_four(
+    target: RuleTarget,
+    sampling: dict[str, Any],
+    draw: Draw,
+    verifier: Callable[[SamplingParams], Any] | None = None,
+    *,
+    samples: int,
+    block_size: int = 3,
+    stop: Sequence[int] = (),
+    **options: Any,
+) -> Counter[tuple[int, ...]]:
+    """How often each output of ``FOUR`` tokens comes, over as many seeds. ``target`` follows ``SHARP``. In blocks of
+    three an output takes one round, with a bonus, to four. ``options``: rule and draft policy."""
+    backend = _cheap(target.backend, verifier)
+    engine = Engine(backend, target, DrawingDrafter(target, draw, block_size), check=True)
+
+    def outputs() -> Counter[tuple[int, ...]]:
+        return Counter(
+            tuple(
+                engine.generate(
+                    PROMPT,
+                    max_new_tokens=FOUR,
+                    sampling=SamplingParams(**sampling, seed=seed),
+                    stop_token_ids=stop,
+                    **options,
+                ).token_ids
+            )
+            for seed in range(samples)
+        )
+
+    return backend.run(outputs)
+
+
+def mutant(of: Any, edit: Sequence[str]) -> Any:
+    """A function or a class with one piece of its source, which occurs once, replaced by another."""
+    source, (before, after) = textwrap.dedent(inspect.getsource(of)), edit
+    assert source.count(before) == 1, f"{of.__name__} no longer says {before!r} once"
+    names = dict(vars(sys.modules[of.__module__]))
+    exec(
+        compile(
+            source.replace(before, after), f"mutant of {of.__name__}", "exec", __future__.annotations.compiler_flag
+        ),
+        names,
+    )
+    return names[of.__name__]

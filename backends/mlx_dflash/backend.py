@@ -17,7 +17,7 @@ from dflash.types import Proposal, SamplingParams
 from mlx_dflash.drafter import MlxDrafter
 from mlx_dflash.target import MlxTarget, load_target, refuse_overflow
 from mlx_dflash.thread import on_device_thread
-from mlx_dflash.verify import RULES, MatchVerifier
+from mlx_dflash.verify import RULES, VERIFIERS, MatchVerifier
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class MlxBackend:
     def verifier(
         self, rule: str, sampling: SamplingParams, target: MlxTarget, *, detail: bool = False
     ) -> MatchVerifier:
-        return MatchVerifier(sampling, detail=detail)
+        return VERIFIERS[rule](sampling, detail=detail)
 
     def proposal(self, block: Sequence[int], target: MlxTarget) -> Proposal:
         tokens = mx.array(list(block), dtype=mx.int32)

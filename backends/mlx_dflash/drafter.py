@@ -12,12 +12,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx_lm.models.activations import swiglu
 
 from dflash.checkpoint import DraftConfig
 from dflash.errors import BackendError
 from dflash.types import Proposal, SamplingParams
 from mlx_dflash.rope import Rope
+from mlx_dflash.sampling import draft_samples
 
 FIRST_CAPACITY = 512
 HALF_LARGEST = 256  # of a feature that enters a float16 product
@@ -194,17 +196,28 @@ class MlxDrafter:
         """Draft logits [count, V] of the slots after ``anchor``; slot 0 predicts nothing."""
         return self._head(self._rms(self.layer_states(anchor, count)[-1][1:], self._norm))
 
-    def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
-        """The likeliest token of each slot. It runs while the host builds the target's pass over them."""
-        logits = self.logits(anchor, count)
-        tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+    def propose(
+        self,
+        anchor: int,
+        count: int,
+        sampling: SamplingParams,
+        *,
+        detail: bool = False,
+        uniforms: np.ndarray | None = None,
+    ) -> Proposal:
+        """The likeliest token of each slot, or its sample by ``uniforms``. It runs while the host builds the target's
+        pass over them."""
+        logits, q, probs = self.logits(anchor, count), None, None
+        if uniforms is None:
+            tokens = mx.argmax(logits, axis=-1).astype(mx.int32)
+        else:
+            tokens, q = draft_samples(logits, sampling, mx.array(uniforms, dtype=mx.float32))
         block = mx.concatenate([mx.array([anchor], dtype=mx.int32), tokens])
-        probs = None
         if detail:
-            chances = mx.softmax(logits.astype(mx.float32), axis=-1)
+            chances = mx.softmax(logits.astype(mx.float32), axis=-1) if q is None else q
             probs = mx.take_along_axis(chances, tokens[:, None], axis=-1)[:, 0]
-        mx.async_eval(block, [] if probs is None else probs)
-        return Proposal(tokens, block, count, probs)
+        mx.async_eval([one for one in (block, q, probs) if one is not None])
+        return Proposal(tokens, block, count, probs, q)
 
     def reset(self) -> None:
         self.length, self._cache = 0, []

@@ -15,7 +15,7 @@ _LIMITS = np.finfo(np.float32)
 
 
 def shape_probabilities(logits: mx.array, sampling: SamplingParams) -> mx.array:
-    """The target's distribution [n, V] in float32 after temperature, top-k and top-p, in this order.
+    """The distribution [n, V] in float32 of logits after temperature, top-k and top-p, in this order.
 
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it. Temperature must be above 0."""
     scores = logits.astype(mx.float32)
@@ -34,6 +34,16 @@ def shape_probabilities(logits: mx.array, sampling: SamplingParams) -> mx.array:
         probs = mx.put_along_axis(mx.zeros_like(probs), places, ordered, axis=-1)
         probs = probs / probs.sum(-1, keepdims=True)
     return probs
+
+
+def draft_samples(logits: mx.array, sampling: SamplingParams, uniforms: mx.array) -> tuple[mx.array, mx.array]:
+    """A token of each slot, int32 [count], from its uniform number [count], and the distributions [count, V] that they
+    are drawn from: the draft logits', shaped as the target's are.
+
+    A drafter may be wrong but must not break the law: where a logit is not a number it counts as 0, so that what is
+    drawn from is known all the same."""
+    q = shape_probabilities(mx.nan_to_num(logits.astype(mx.float32)), sampling)
+    return draw(q, uniforms).astype(mx.int32), q
 
 
 def draw(probs: mx.array, uniforms: mx.array) -> mx.array:

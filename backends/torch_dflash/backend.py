@@ -24,7 +24,7 @@ from torch_dflash.memory import align, peak_memory, reset_peak_memory
 from torch_dflash.modeling import DraftModel
 from torch_dflash.native import NativeTarget, reason_against
 from torch_dflash.target import TorchTarget, load_model
-from torch_dflash.verify import RULES, MatchVerifier
+from torch_dflash.verify import RULES, VERIFIERS, MatchVerifier
 
 ServedTarget = TorchTarget | NativeTarget
 T = TypeVar("T")
@@ -62,7 +62,7 @@ class TorchBackend:
     def verifier(
         self, rule: str, sampling: SamplingParams, target: ServedTarget, *, detail: bool = False
     ) -> MatchVerifier:
-        return MatchVerifier(sampling, device=target.device, detail=detail)
+        return VERIFIERS[rule](sampling, device=target.device, detail=detail)
 
     def proposal(self, block: Sequence[int], target: ServedTarget) -> Proposal:
         tokens = torch.tensor(block, device=target.device)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +19,7 @@ from dflash.types import Proposal, SamplingParams
 from torch_dflash.modeling import DraftModel
 from torch_dflash.products import product
 from torch_dflash.rotary import Rotary
+from torch_dflash.sampling import draft_samples
 from torch_dflash.stack import Attend, LayerWeights, Sight, StackSize, attention, attention_weights
 from torch_dflash.stacks import make_chooser, make_context_writer, make_cuda_writer, make_stack
 
@@ -109,6 +111,9 @@ class TorchDrafter:
     def _tokens(self, states: dict[int, Tensor]) -> tuple[Tensor]:
         return (self._logits(states).argmax(-1) if self._choose is None else self._choose(self._slots(states)),)
 
+    def _only_logits(self, states: dict[int, Tensor]) -> tuple[Tensor]:
+        return (self._logits(states),)
+
     def _tokens_probs(self, states: dict[int, Tensor]) -> tuple[Tensor, Tensor]:
         logits = self._logits(states)
         tokens = logits.argmax(-1)
@@ -119,15 +124,26 @@ class TorchDrafter:
         """Draft logits [count, V] of the slots after ``anchor``."""
         return self._logits(self._pass(anchor, count, (self.config.num_hidden_layers - 1,)))
 
-    def propose(self, anchor: int, count: int, sampling: SamplingParams, *, detail: bool = False) -> Proposal:
-        """The likeliest token of each slot. At temperature > 0 too: ``match`` is exact for any proposal, and the argmax
-        is accepted most."""
-        with torch.inference_mode():
-            ids, wanted = self._block(anchor, count), (self.config.num_hidden_layers - 1,)
-            after = self._tokens_probs if detail else self._tokens
-            tokens, *probs = self.stack.through(("propose", detail), ids, self.length, wanted, self._embed, after)
-            block = torch.cat((ids[:1], tokens))
-        return Proposal(tokens, block, count, probs[0] if probs else None)
+    @torch.inference_mode()
+    def propose(
+        self,
+        anchor: int,
+        count: int,
+        sampling: SamplingParams,
+        *,
+        detail: bool = False,
+        uniforms: np.ndarray | None = None,
+    ) -> Proposal:
+        """The likeliest token of each slot, or its sample by ``uniforms``."""
+        ids, wanted = self._block(anchor, count), (self.config.num_hidden_layers - 1,)
+        if uniforms is not None:
+            (logits,) = self.stack.through("logits", ids, self.length, wanted, self._embed, self._only_logits)
+            tokens, q = draft_samples(logits, sampling, torch.from_numpy(uniforms).to(self.device, non_blocking=True))
+            probs = q.gather(-1, tokens[:, None])[:, 0] if detail else None
+            return Proposal(tokens, torch.cat((ids[:1], tokens)), count, probs, q)
+        after = self._tokens_probs if detail else self._tokens
+        tokens, *rest = self.stack.through(("propose", detail), ids, self.length, wanted, self._embed, after)
+        return Proposal(tokens, torch.cat((ids[:1], tokens)), count, rest[0] if rest else None)
 
     def reset(self) -> None:
         self.length = 0

@@ -9,7 +9,7 @@ from dflash.types import SamplingParams
 
 
 def shape_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
-    """The target's distribution [n, V] in float32 after temperature, top-k and top-p, in this order.
+    """The distribution [n, V] in float32 of logits after temperature, top-k and top-p, in this order.
 
     Top-p keeps the smallest set of likeliest tokens whose probability reaches it. Temperature must be above 0."""
     scores, limits = logits.float(), torch.finfo(torch.float32)
@@ -26,6 +26,16 @@ def shape_probabilities(logits: Tensor, sampling: SamplingParams) -> Tensor:
         probs = torch.zeros_like(probs).scatter_(-1, places, ordered)
         probs = probs / probs.sum(-1, keepdim=True)
     return probs
+
+
+def draft_samples(logits: Tensor, sampling: SamplingParams, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """A token of each slot [count] from its uniform number [count], and the distributions [count, V] that they are
+    drawn from: the draft logits', shaped as the target's are.
+
+    A drafter may be wrong but must not break the law: where a logit is not a number it counts as 0, so that what is
+    drawn from is known all the same."""
+    q = shape_probabilities(logits.float().nan_to_num(), sampling)
+    return draw(q, uniforms), q
 
 
 def draw(probs: Tensor, uniforms: Tensor) -> Tensor:

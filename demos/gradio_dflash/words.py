@@ -27,7 +27,8 @@ CONTROLS = {
     "dflash-block": "Tokens of a block, the anchor included; auto is what the drafter was trained for. A longer block "
     "costs more to verify.",
     "dflash-rule": "How the target judges a draft: greedy accepts its likeliest token, match accepts the token it "
-    "draws itself; auto takes greedy at temperature 0 and match above.",
+    "draws itself, rejection accepts by chance as often as the target would say it; auto takes greedy at temperature 0 "
+    "and match above.",
     "dflash-temperature": "0 always takes the likeliest token; higher values draw more freely.",
     "dflash-top-p": "Draw only from the likeliest tokens that together reach this share; 1 is off.",
     "dflash-seed": "The same seed and settings give the same tokens, drafter or none; empty draws a new seed.",

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.cli import common
+from dflash.types import DRAFT_POLICIES
 
 if TYPE_CHECKING:
     from dflash.bench import Benchmark
@@ -37,8 +38,9 @@ _USED_BY: dict[str, tuple[Any, tuple[str, ...]]] = {
     "top_p": (1.0, ("acceptance",)),
     "top_k": (0, ("acceptance",)),
     **dict.fromkeys(("seed", "verify"), (None, ("acceptance",))),
+    "draft_policy": (DRAFT_POLICIES[0], ("acceptance",)),
     "max_new_tokens": (MAX_NEW_TOKENS, ("acceptance", "end-to-end")),
-    "block_size": ("auto", ("acceptance", "end-to-end")),
+    "block_size": (None, ("acceptance", "end-to-end")),
     "prompts": ("mini", ("acceptance", "rounds", "end-to-end")),
     **dict.fromkeys(("domains", "limit"), (None, ("acceptance", "rounds", "end-to-end"))),
     **dict.fromkeys(("contexts", "block_sizes", "rounds", "shape", "layers"), (None, ("rounds",))),

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dflash.errors import PromptError, StorageError, UsageError
-from dflash.types import SamplingParams
+from dflash.types import DRAFT_POLICIES, SamplingParams
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -62,16 +62,26 @@ def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_flags(parser: argparse.ArgumentParser, *, max_new_tokens: int = 256) -> None:
-    """``--max-new-tokens --block-size --verify``."""
+    """``--max-new-tokens --block-size --verify --draft-policy``."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=int, default=max_new_tokens, metavar="N", help=f"default: {max_new_tokens}"
     )
     group.add_argument(
-        "--block-size", default="auto", metavar="N|auto", help="anchor and slots (default: auto, the drafter's)"
+        "--block-size",
+        metavar="N|auto",
+        help="anchor and slots; auto: what costs measured here and recent acceptance promise each round, plain steps "
+        "where they are faster (default: the drafter's)",
     )
     group.add_argument(
-        "--verify", metavar="RULE", help="greedy or match (default: greedy at temperature 0, else match)"
+        "--verify", metavar="RULE", help="greedy, match or rejection (default: greedy at temperature 0, else match)"
+    )
+    group.add_argument(
+        "--draft-policy",
+        choices=DRAFT_POLICIES,
+        default=DRAFT_POLICIES[0],
+        help="what the drafter puts forward: its likeliest tokens, or a sample of its distribution at the temperature, "
+        f"top-k and top-p of the target's (default: {DRAFT_POLICIES[0]})",
     )
 
 
@@ -85,9 +95,9 @@ def sampling_of(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(args.temperature, args.top_k, args.top_p, args.seed)
 
 
-def block_size_of(args: argparse.Namespace) -> int | None:
-    if args.block_size == "auto":
-        return None
+def block_size_of(args: argparse.Namespace) -> int | str | None:
+    if args.block_size in (None, "auto"):
+        return args.block_size
     try:
         size = int(args.block_size)
     except ValueError:
@@ -106,6 +116,7 @@ def decoding_of(args: argparse.Namespace) -> dict[str, Any]:
         "sampling": sampling_of(args),
         "block_size": block_size_of(args),
         "verify": args.verify,
+        "draft_policy": args.draft_policy,
     }
 
 

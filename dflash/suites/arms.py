@@ -59,7 +59,7 @@ def open_arms(
         "draft": engine.facts.get("draft_folder"),
         "device": engine.target.info.device,
         "dtype": engine.target.info.dtype,
-        "block_size": block_size,
+        "block_size": None if block_size == "auto" else block_size,
         "threads": threads,
     }
 

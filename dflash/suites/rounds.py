@@ -241,7 +241,7 @@ def _sample(
                 if stopped():
                     return None
                 target.tapping = size > PLAIN
-                event = backend.run(partial(held._round, requests[size], clock, anchor, size > PLAIN))
+                event = backend.run(partial(held._round, requests[size], clock, anchor, size - PLAIN))
                 if number >= WARM_ROUNDS:
                     sample.held[size].append(event)
         target.tapping = True

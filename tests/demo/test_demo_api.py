@@ -123,7 +123,7 @@ def test_the_page_is_served_on_this_machine_and_asks_nothing_of_another(server: 
 def test_models_tells_what_can_be_asked_for(visitor: Client) -> None:
     told = visitor.predict(api_name="/models")
     assert told["pairs"] == ["reciting", "smollm2-135m"] and "torch" in told["backends"]
-    assert told["rules"] == ["greedy", "match"]
+    assert told["rules"] == ["greedy", "match", "rejection"]
 
 
 # A generation -------------------------------------------------------------------------------------------------------

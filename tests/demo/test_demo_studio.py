@@ -179,7 +179,7 @@ def test_pairs_on_this_machine_are_offered_and_the_named_one_first(make_studio: 
     assert make_studio().pairs() == ["reciting", "smollm2-135m"]
     assert make_studio(other={"pair": str(tmp_path)}).pairs() == ["reciting", "other", "smollm2-135m"]
     assert Studio().pairs() == ["smollm2-135m"]
-    assert make_studio().rules() == ["greedy", "match"]
+    assert make_studio().rules() == ["greedy", "match", "rejection"]
 
 
 # Stopping -----------------------------------------------------------------------------------------------------------
@@ -206,8 +206,11 @@ def test_stop_in_mid_generation_ends_at_the_next_round(make_studio: Making, monk
     assert STORY.startswith(running_text(answered(studio, Request("Hi?", "reciting", max_new_tokens=9))))
 
 
-def test_a_run_whose_page_was_cut_off_in_mid_round_is_summed_up_by_stop(make_studio: Making) -> None:
-    """A server that cancels closes the generator wherever it stands."""
+def test_a_run_whose_page_was_cut_off_in_mid_round_is_summed_up_by_stop(
+    make_studio: Making, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that cancels closes the generator wherever it stands. The run is slow enough to be cut off at all."""
+    Loads(monkeypatch, lambda engine: slow(engine, 0.05))
     studio = make_studio()
     for updates in range(1, 4):
         generating = studio.generate(ASK, "v")
