@@ -1,5 +1,5 @@
 """Our side, through the public API alone: ``dflash.load`` and ``engine.generate``. Either imported, or started as a
-worker of its own. For a trace, a wrapper around one drafter's ``logits`` keeps what every proposal was made from."""
+worker of its own. For a trace, a wrapper around one drafter's ``propose`` keeps the logits of every proposal."""
 
 from __future__ import annotations
 
@@ -45,21 +45,20 @@ def start(engine: Engine, request: dict[str, Any]) -> Generation:
 def trace(engine: Engine, request: dict[str, Any]) -> dict[str, Any]:
     drafts: list[np.ndarray] = []
     drafter: Any = engine.drafter
-    logits_of = drafter.logits
+    propose = drafter.propose
 
-    def watched(anchor: int, count: int) -> Any:
-        logits = logits_of(anchor, count)
-        drafts.append(engine.backend.numpy(logits))  # here, on the thread that may use the device
-        return logits
+    def watched(anchor: int, count: int, *args: Any, **options: Any) -> Any:
+        drafts.append(engine.backend.numpy(drafter.logits(anchor, count)))  # here, on the thread of the device
+        return propose(anchor, count, *args, **options)
 
-    drafter.logits, checked = watched, engine.check
+    drafter.propose, checked = watched, engine.check
     engine.check = True
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # a random drafter never gets a token accepted: no news
             result = start(engine, request).result()
     finally:
-        del drafter.logits
+        del drafter.propose
         engine.check = checked
     rounds = [step for step in result.steps if step.kind != "prefill"]
     return {
