@@ -27,6 +27,7 @@ constexpr int LANES = 8, OUTS = 2, ROWS = 4, NARROW_OUTS = 1, NARROW_ROWS = 8, M
 constexpr int STRETCH = 256;  // positions whose keys' softmax is computed together
 constexpr int WIDTH = STRETCH + 64;  // scores of a stretch: several rows of a tree share a position
 constexpr int KEYS = 2 * LANES;  // keys of a tile of scores
+constexpr int64_t ALONE = 1 << 20;  // multiplications that one thread does in about 30 microseconds
 constexpr int NEAR = 256;  // scores of which it is asked whether one comes near the best
 constexpr int QUERIES = LANES == 16 ? 12 : 6;  // of a tile of scores: twice as many sums in registers
 
@@ -675,11 +676,12 @@ void run_choice(const Head& h, const float* x, int64_t n, float* scratch, int64_
     }
 }
 
-// `work(thread, team)` on as many threads as there are of those asked for.
+// `work(thread, team)` on as many threads as there are of those asked for; on one where the `multiplications` between two
+// meetings take less time than to wake a second.
 template <typename Work>
-void in_parallel(int64_t threads, const Work& work) {
+void in_parallel(int64_t threads, int64_t multiplications, const Work& work) {
     Team team;
-#pragma omp parallel num_threads(threads)
+#pragma omp parallel num_threads(multiplications < ALONE ? 1 : threads)
     {
         team.has(omp_get_num_threads());
         work(omp_get_thread_num(), team);
@@ -706,7 +708,8 @@ int64_t context_scratch_floats(const Context* context, int64_t n, int64_t thread
 
 // Features x [n, F] become keys and values in the cache of all draft layers at start to start + n - 1.
 void context_keys_values(const Context* context, const Pass* pass) {
-    in_parallel(pass->threads, [&](int64_t thread, Team& team) { run_context(*context, *pass, thread, team); });
+    const int64_t products = pass->n * context->fc.outputs * (context->fc.inputs + context->kv.outputs);
+    in_parallel(pass->threads, products, [&](int64_t thread, Team& team) { run_context(*context, *pass, thread, team); });
 }
 
 // Floats that `decoder_layers` needs as scratch.
@@ -717,7 +720,8 @@ int64_t scratch_floats(const Stack* stack, int64_t n, int64_t end, int64_t threa
 
 // x [n, H] through all layers; the new keys and values are left in the cache at start to start + n - 1.
 void decoder_layers(const Stack* stack, const Pass* pass) {
-    in_parallel(pass->threads, [&](int64_t thread, Team& team) { run_layers(*stack, *pass, thread, team); });
+    const int64_t outputs = (stack->heads + 2 * stack->groups) * stack->head_dim + 3 * stack->intermediate;
+    in_parallel(pass->threads, pass->n * stack->hidden * outputs, [&](int64_t thread, Team& team) { run_layers(*stack, *pass, thread, team); });
 }
 
 // Floats that `choose` needs as scratch.
@@ -727,12 +731,13 @@ int64_t choice_scratch_floats(const Head* head, int64_t n, int64_t threads) {
 
 // The likeliest token of each state x [n, H]; `chosen` holds n * (1 + threads) places, of which the first n are the answer.
 void choose(const Head* head, const float* x, int64_t n, float* scratch, int64_t* chosen, int64_t threads) {
-    in_parallel(threads, [&](int64_t thread, Team& team) { run_choice(*head, x, n, scratch, chosen, thread, team); });
+    const int64_t products = n * head->exact.outputs * head->exact.inputs;
+    in_parallel(threads, products, [&](int64_t thread, Team& team) { run_choice(*head, x, n, scratch, chosen, thread, team); });
 }
 
 // y [n, outputs] = x [n, inputs] W.T + bias
 void few_rows_product(const Linear* linear, const float* x, int64_t n, float* y, int64_t threads) {
-    in_parallel(threads, [&](int64_t thread, Team& team) {
+    in_parallel(threads, n * linear->outputs * linear->inputs, [&](int64_t thread, Team& team) {
         product(*linear, part_of(linear->outputs, OUTS, thread, team.threads()), x, n, y, linear->outputs);
     });
 }
