@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -96,3 +96,13 @@ class Tapes:
     @property
     def replays(self) -> int:
         return sum(tape.replays for tape in self.made)
+
+
+@contextmanager
+def plain_twins() -> Iterator[None]:
+    """Where there is no GPU, the kernels' plain code, also when other tests have asked for the interpreter: what that
+    computes would not show on a tape."""
+    from triton_dflash import forced
+
+    with nullcontext() if torch.cuda.is_available() else forced(False):
+        yield

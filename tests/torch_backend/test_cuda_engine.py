@@ -9,13 +9,20 @@ from collections.abc import Iterator
 import cpu_dflash
 import pytest
 import torch
-from graph_tape import Tapes
+from graph_tape import Tapes, plain_twins
 from tiny_models import TinyPair, make_target
 from torch_dflash.cuda_stack import CudaStack
 from torch_dflash.graphs import Recorder
 from torch_dflash.native import NativeTarget
 
 from dflash.types import SamplingParams
+
+
+@pytest.fixture(autouse=True)
+def twins() -> Iterator[None]:
+    with plain_twins():
+        yield
+
 
 PROMPT = [5, 9, 40, 7, 7, 12]
 

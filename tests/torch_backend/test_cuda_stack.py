@@ -5,13 +5,14 @@ Where there is no GPU, the kernels' plain twins run, and graphs are tapes (``gra
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 import triton_dflash
-from graph_tape import Tape, Tapes
+from graph_tape import Tape, Tapes, plain_twins
 from tiny_models import make_config, make_drafter
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -20,6 +21,13 @@ from torch_dflash.rotary import Rotary
 from torch_dflash.stack import LayerWeights, PlainStack, Sight, StackSize, Tree, packed
 
 from dflash.rope import RopeConfig
+
+
+@pytest.fixture(autouse=True)
+def twins() -> Iterator[None]:
+    with plain_twins():
+        yield
+
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HIDDEN, INTERMEDIATE, VOCAB = 32, 48, 50
