@@ -3,8 +3,9 @@
 Model. Slot k, given that all before it were accepted, is accepted with the probability σ(b_k + s): b_k is learned over
 all requests, while s, the level, belongs to one request and follows it. Where the drafter tells its confidence c_k in
 the slot, a second model of the same form takes it in, σ(b'_k + s' + w · logit c_k) with w ≥ 0 (Platt's scaling). Both
-are extended Kalman filters that keep each parameter's variance and leave out how they covary. What the second one makes
-of a round is less a matter of luck than its verdict, so the first learns from the mean of the two.
+are extended Kalman filters that keep each parameter's variance and leave out how they covary. How far requests lie
+apart is learned too; where rounds keep surprising in one direction, the level is taken to be unknown again. What the
+second one makes of a round is less a matter of luck than its verdict, so the first learns from the mean of the two.
 
 A tree's confidence in depth k is the drafter's probability that one of its branches goes on there.
 """
@@ -21,6 +22,7 @@ from dflash.types import StepEvent
 
 REACHED = 0.3  # slots that are likelier reached than this teach by what is expected of them
 PRIOR_REQUESTS, MOST_REQUESTS = 3, 20  # that the variance between requests is believed to be known from
+DRIFT_KEPT, SHIFT = 0.8, 2.5  # of the last rounds' surprise; standard deviations of it that tell of a new text
 FARTHEST = 7.0  # of a logit
 
 
@@ -33,12 +35,12 @@ class _First(NamedTuple):
     slot: float
     level: float
     of_slope: float
-    step: float = 0.01  # what each round, or plain step, adds to the level's
+    step: float = 0.004  # what each round, or plain step, adds to the level's
     least: float = 0.004
     least_slope: float = 0.0005
 
 
-BLIND = _First(bias=1.0, slope=0.0, slot=1.5, level=1.5, of_slope=0.0)
+BLIND = _First(bias=1.0, slope=0.0, slot=1.0, level=3.0, of_slope=0.0)
 TOLD = _First(bias=0.0, slope=1.0, slot=0.5, level=0.5, of_slope=0.1)
 
 
@@ -100,12 +102,14 @@ class _Filter:
         self._slope, self._of_slope = first.slope, first.of_slope
         self._between, self._requests = first.level, PRIOR_REQUESTS  # how far requests lie apart, seen in how many
         self._level, self._of_level = 0.0, first.level
+        self._drift = 0.0, 0.0  # how far the last rounds were from what was expected, and the variance of that
 
     def begin(self) -> None:
         if self._of_level < self._between / 2:  # the last request has told something of its level
             self._requests = min(self._requests + 1, MOST_REQUESTS)
             self._between += (self._level**2 + self._of_level - self._between) / self._requests
         self._level, self._of_level = 0.0, self._between
+        self._drift = 0.0, 0.0
 
     def wait(self) -> None:
         """A step goes by: the level may have changed."""
@@ -129,13 +133,14 @@ class _Filter:
 
     def learn(self, logits: Sequence[float], outcomes: Sequence[float]) -> None:
         """Take in what became of the first slots: 1 accepted, 0 rejected, between them what is expected."""
-        first = self._first
+        first, drift, spread = self._first, DRIFT_KEPT * self._drift[0], DRIFT_KEPT**2 * self._drift[1]
         for k, (x, outcome) in enumerate(zip(logits, outcomes, strict=False)):
             slot, level, of_slope = self._variance[k], self._of_level, self._of_slope
             chance = 1 / (1 + math.exp(-_bounded(self._bias[k] + self._level + self._slope * x)))
             weight = chance * (1 - chance)
             share = 1 + weight * (slot + level + x * x * of_slope)
             step, shrink = (outcome - chance) / share, weight / share
+            drift, spread = drift + outcome - chance, spread + weight
             self._bias[k] += slot * step
             self._variance[k] = max(first.least, slot - slot * slot * shrink)
             self._level += level * step
@@ -143,6 +148,9 @@ class _Filter:
             if of_slope:
                 self._slope = max(0.0, self._slope + of_slope * x * step)
                 self._of_slope = max(first.least_slope, of_slope - (of_slope * x) ** 2 * shrink)
+        if drift * drift > SHIFT**2 * spread and spread > 0.5:  # the text has changed: what was known of it is old
+            self._of_level, drift, spread = max(self._of_level, first.level / 2), 0.0, 0.0
+        self._drift = drift, spread
 
 
 def logit(chance: float) -> float:

@@ -60,20 +60,21 @@ class Costs:
         self._verify = Surface(verify, ROW_SHARE)
         self._draft = Surface([(DRAFT_SECONDS, chain)] * 2, DRAFT_ROW_SHARE)
         self._draft_is_told = True
-        self._chain_rows, self._tree_rows = np.arange(1, 2 + most), np.arange(1, 2 + nodes)
+        self._chain_rows, self._tree_rows = np.arange(1.0, 2 + most), np.arange(1.0, 2 + nodes)
+        self._nothing = [0.0] * (1 + most)
 
     def at(self, context: int) -> Passes:
         """What passes cost after ``context`` tokens."""
-        plain, *verify = self._verify.seconds(context)
+        plain, chain, *tree = self._verify.seconds(context)
         draft, asked = self._draft.seconds(context)
-        chain, tree = self._chain_rows, self._tree_rows
-        nothing = [0.0] * len(chain)
+        rows, shown = self._chain_rows, self._draft_is_told
+        chains = np.interp(rows, self._verify.rows[1], chain).tolist()
         return Passes(
-            plain=float(min(plain[0], verify[0][0])),
-            draft=np.interp(chain, self._draft.rows[0], draft).tolist() if self._draft_is_told else nothing,
-            asked=np.interp(chain, self._draft.rows[1], asked).tolist() if self._draft_is_told else nothing,
-            chain=np.interp(chain, self._verify.rows[1], verify[0]).tolist(),
-            tree=np.interp(tree, self._verify.rows[2], verify[1]).tolist() if self.nodes else [],
+            plain=float(min(plain[0], chain[0])),
+            draft=np.interp(rows, self._draft.rows[0], draft).tolist() if shown else self._nothing,
+            asked=np.interp(rows, self._draft.rows[1], asked).tolist() if shown else self._nothing,
+            chain=chains,
+            tree=np.interp(self._tree_rows, self._verify.rows[2], tree[0]).tolist() if tree else [],
         )
 
     def doubt(self, slots: int, other: int, context: int) -> float:
@@ -82,21 +83,22 @@ class Costs:
         a, b = ((1, 1 + n) if n else (0, 1) for n in (slots, other))
         return self._verify.doubt(a, b, context)
 
-    def learn(self, event: StepEvent, *, nodes: int = 0, asked: bool = False) -> None:
-        """Take in a step: ``nodes`` of a tree it verified, ``asked`` where it brought the drafter's probabilities to
-        the host. A prefill tells nothing of a step."""
+    def tree_doubt(self, slots: int, context: int) -> np.ndarray:
+        """[1 + nodes]: the same, of verifying each number of nodes compared with a chain of ``slots``."""
+        return np.interp(self._tree_rows, self._verify.rows[2], self._verify.doubts(2, (1, 1 + slots), context))
+
+    def learn(self, event: StepEvent, *, drafted: int = 0, nodes: int = 0, asked: bool = False) -> None:
+        """Take in a step. ``drafted`` slots where more were drafted than verified; ``nodes`` of a tree that was
+        verified; ``asked`` where the drafter's confidence was brought to the host. A prefill tells nothing of steps."""
         context, rest = event.position, event.verify_seconds + event.overhead_seconds
         if event.kind == "plain":
             self._verify.learn(0, 1, context, event.seconds)
-        elif event.kind == "round" and event.drafted:
-            rows = 1 + len(event.drafted)
+        elif event.kind == "round":
+            slots = len(event.drafted)
             self._draft_is_told = event.draft_seconds > 0  # else it is part of ``rest``, as ``dflash.types`` says
             if self._draft_is_told:
-                self._draft.learn(int(asked), rows, context, event.draft_seconds)
-            if nodes:
-                self._verify.learn(2, 1 + nodes, context, rest)
-            else:
-                self._verify.learn(1, rows, context, rest)
+                self._draft.learn(int(asked), 1 + (drafted or slots), context, event.draft_seconds)
+            self._verify.learn(2 if nodes else 1, 1 + (nodes or slots), context, rest)
 
 
 class Surface:
@@ -130,6 +132,13 @@ class Surface:
         """Standard deviation of the logarithm of how the passes (kind, rows) compare, at the nodes nearest to them."""
         doubt, a, b = self._doubt, self._nearest(*one, context), self._nearest(*other, context)
         return math.sqrt(max(0.0, float(doubt[a, a] + doubt[b, b] - 2 * doubt[a, b])))
+
+    def doubts(self, kind: int, other: tuple[int, int], context: int) -> np.ndarray:
+        """[rows of ``kind``'s nodes]: the same, of each of them."""
+        doubt, b = self._doubt, self._nearest(*other, context)
+        first, width = self._nearest(kind, self.rows[kind][0], context), len(CONTEXTS)
+        a = np.arange(first, first + len(self.rows[kind]) * width, width)
+        return np.sqrt(np.maximum(0.0, doubt[a, a] + doubt[b, b] - 2 * doubt[a, b]))
 
     def learn(self, kind: int, rows: int, context: int, seconds: float) -> None:
         """Take in that such a pass took ``seconds``."""
