@@ -19,9 +19,10 @@ if not ON_GPU:  # kernels are made for the interpreter, or not, when they are im
         import triton_dflash  # noqa: F401
 
 
-@pytest.fixture(scope="package", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def interpreter() -> Iterator[None]:
-    """Calls choose the kernels while these tests run, and one thread is enough for what they compare with."""
+    """Calls choose the kernels while these tests run, and one thread is enough for what they compare with. Of the scope
+    "package" a folder without an ``__init__.py`` would not end before the session does."""
     before, threads = os.environ.get("TRITON_INTERPRET"), torch.get_num_threads()
     torch.set_num_threads(1)
     if not ON_GPU:
