@@ -218,7 +218,7 @@ def heldout_of(engine: Engine, records: Sequence[ResponseRecord]) -> HeldOut:
     store = FeatureStore(target.model, usable, drafter.config.target_layer_ids)
     try:
         return evaluate_heldout(
-            drafter.model, drafter.embedding, drafter.head, drafter.rotary, store, range(len(usable))
+            drafter.model, drafter.embedding, drafter.head, drafter.stack.rotary, store, range(len(usable))
         )
     finally:
         store.close()
